@@ -1,0 +1,113 @@
+"""The acceptance predictor of the SpecKV paper."""
+
+from typing import ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from speckv import CostModel, Features, Policy, Rollouts, State, replay
+from speckv.features import FloatArray
+from speckv.tuning import settle_rate, step_seconds
+from speckv_policies.fixed import Fixed
+
+_SIGNALS = ("last_mean_entropy", "last_mean_top1", "last_max_entropy", "last_min_top1", "compression")
+
+
+class Mlp(Policy):
+    """Predicts the acceptance rate f of each gamma, and plays the one with the most tokens a step, f * gamma + 1.
+
+    The predictor is the paper's: one hidden layer on mean and maximum entropy, mean and minimum confidence,
+    compression, and gamma. The paper feeds it the signals of the very block whose length it chooses, which no
+    decoder has at that moment; here they are those of the previous step (rule R1).
+
+    Args:
+        gammas: the choices, tokens.
+        hidden: units of the hidden layer.
+        records: most training records, drawn at random; the paper had 4,089.
+        random_state: of scikit-learn's regressor.
+    """
+
+    name = "mlp"
+    features = _SIGNALS
+    source = (
+        "SpecKV (arXiv 2605.02888), constants read in its source: gammas 2, 4, 6, 8, 16 units, scikit-learn "
+        "MLPRegressor with max_iter 500 and seed 42; scaling of the inputs is ours"
+    )
+    objective: ClassVar[str] = "tokens"
+
+    def __init__(
+        self, gammas: tuple[int, ...] = (2, 4, 6, 8), hidden: int = 16, records: int = 4089, random_state: int = 42
+    ) -> None:
+        super().__init__()
+        self.gammas, self.hidden, self.records, self.random_state = tuple(gammas), hidden, records, random_state
+
+    def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
+        from sklearn.neural_network import MLPRegressor
+
+        inputs, rates = self._records(traces, costs, seed)
+        center, scale = inputs.mean(axis=0), inputs.std(axis=0)
+        scale[scale == 0] = 1.0
+        model = MLPRegressor(hidden_layer_sizes=(self.hidden,), max_iter=500, random_state=self.random_state)
+        model.fit((inputs - center) / scale, rates)
+        (hidden, out), (hidden_bias, out_bias) = model.coefs_, model.intercepts_
+        draft, verify = step_seconds(costs, traces)
+        gammas = np.array(self.gammas)
+        self.fitted = {
+            # The scaling is folded into the first layer, so that a decision is two small products.
+            "hidden": hidden / scale[:, None],
+            "hidden_bias": hidden_bias - (center / scale) @ hidden,
+            "out": out[:, 0],
+            "out_bias": out_bias,
+            "seconds": gammas * draft + verify[:, gammas + 1],
+            "rate": np.zeros(len(verify)),
+        }
+        if self.objective == "throughput":
+            settle_rate(self, traces, costs)
+        return self
+
+    def _records(self, traces: Rollouts, costs: CostModel, seed: int) -> tuple[FloatArray, FloatArray]:
+        """Inputs (n, 6) and acceptance rates (n,): each gamma played constantly, one record a step, as in the paper."""
+        inputs, rates = [], []
+        for gamma in self.gammas:
+            if gamma == 0:
+                continue
+            run = replay(Fixed(gamma), traces, costs, features=_SIGNALS)
+            whole = run.gamma == gamma  # the budget may have cut the last steps of a sequence short
+            columns = [run.features[name][whole] for name in _SIGNALS]
+            inputs.append(np.column_stack([*columns, np.full(whole.sum(), float(gamma))]))
+            rates.append(run.accepted[whole] / gamma)
+        x, y = np.concatenate(inputs), np.concatenate(rates)
+        chosen = np.random.default_rng(seed).permutation(len(y))[: self.records]
+        return x[chosen], y[chosen]
+
+    def predict(self, features: Features) -> FloatArray:
+        """Predicted acceptance rate of each gamma, (n, number of gammas), clipped to [0, 1]."""
+        x = np.column_stack([features[name] for name in _SIGNALS])
+        shared = x @ self.fitted["hidden"][:-1] + self.fitted["hidden_bias"]
+        by_gamma = np.outer(self.gammas, self.fitted["hidden"][-1])
+        hidden = np.maximum(shared[:, None, :] + by_gamma[None], 0.0)
+        return np.asarray(np.clip(hidden @ self.fitted["out"] + self.fitted["out_bias"][0], 0.0, 1.0))
+
+    def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
+        gammas = np.array(self.gammas)
+        value = self.predict(features) * gammas + 1
+        if self.objective == "throughput":
+            code = features["compression"].astype(np.int64)
+            value = value - self.fitted["rate"][code, None] * self.fitted["seconds"][code]
+        return np.asarray(gammas[value.argmax(axis=1)])
+
+
+class MlpThroughput(Mlp):
+    """The same predictor, asked for tokens a second: tokens - rate * seconds of the step, from measured costs.
+
+    Args: as for `Mlp`; gamma 0, no speculation, is among the choices.
+    """
+
+    name = "mlp-throughput"
+    source = Mlp.source + "; the objective is ours"
+    objective = "throughput"
+
+    def __init__(
+        self, gammas: tuple[int, ...] = (0, 2, 4, 6, 8), hidden: int = 16, records: int = 4089, random_state: int = 42
+    ) -> None:
+        super().__init__(gammas, hidden, records, random_state)

@@ -1,0 +1,37 @@
+"""The perfect judge of tokens that are already drafted."""
+
+from typing import Self
+
+import numpy as np
+
+from speckv import Clairvoyant, CostModel, Rollouts
+from speckv.compression import COMPRESSIONS
+from speckv.features import IntArray
+from speckv.tuning import fastest_by_compression
+
+
+class PerfectJudge(Clairvoyant):
+    """Stops behind the first wrong token, or at a cap: it knows of each drafted token whether it is right, but
+    nothing of the next one.
+
+    Args:
+        cap: most tokens in a draft. `fit` replaces it by the fastest on the training prompts, for each compression.
+    """
+
+    name = "perfect-judge"
+    source = "reference between the baselines and the oracle; about what a policy without foresight can reach"
+
+    def __init__(self, cap: int = 16) -> None:
+        super().__init__()
+        self.cap = cap
+        self.fitted = {"cap": np.full(len(COMPRESSIONS), cap)}
+
+    def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
+        candidates = [PerfectJudge(cap) for cap in range(traces.gamma_max + 1)]
+        self.fitted = {"cap": fastest_by_compression(candidates, traces, costs)}
+        return self
+
+    def foresee(self, traces: Rollouts, costs: CostModel) -> IntArray:
+        codes = {name: code for code, name in enumerate(COMPRESSIONS)}
+        caps = self.fitted["cap"][[codes[name] for name in traces.compressions]]
+        return np.asarray(np.minimum(traces.run[:, :-1] + 1, caps[:, None]))

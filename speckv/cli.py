@@ -1,0 +1,421 @@
+"""The command line. Each command imports what it needs when it runs, so that `--help` is quick."""
+
+import pathlib
+import shlex
+import sys
+from typing import Any
+
+import click
+
+from speckv.errors import SpecKVError
+
+_FOLDER = click.Path(path_type=pathlib.Path, file_okay=False)
+
+
+class _Commands(click.Group):
+    """A group whose commands end with one line and exit code 2 on every error that a user can cause."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SpecKVError as error:
+            click.echo(f"speckv: error: {error}", err=True)
+            ctx.exit(2)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="speckv")
+def main() -> None:
+    """Adaptive control of speculative decoding: record a model pair, replay any policy, compare, ship."""
+
+
+def _pair_options(command: Any) -> Any:
+    from speckv.compression import COMPRESSIONS
+
+    names = click.Choice(list(COMPRESSIONS))
+    compute = click.Choice(["native", "float32"])
+    for option in reversed(
+        [
+            click.option("--target", required=True, help="Target model: a folder or a name on the hub."),
+            click.option("--draft", required=True, help="Draft model with the target's tokenizer."),
+            click.option("--draft-compression", type=names, default="bf16", show_default=True),
+            click.option(
+                "--compute",
+                type=compute,
+                default="native",
+                show_default=True,
+                help="Arithmetic of the target: its compression's own kernels, or float32.",
+            ),
+            click.option("--draft-compute", type=compute, default="native", show_default=True),
+            click.option("--device", default="cpu", show_default=True, help="A torch device, such as cuda."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+@main.command()
+@_pair_options
+@click.option("--compression", required=True, help="How the target's weights are stored.")
+@click.option("--prompts", "prompts_path", required=True, type=click.Path(path_type=pathlib.Path), help="JSON Lines.")
+@click.option("--gamma-max", default=16, show_default=True, type=click.IntRange(1))
+@click.option("--max-new-tokens", default=128, show_default=True, type=click.IntRange(1))
+@click.option(
+    "--batch-size",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Sequences recorded side by side; a killed recording loses at most so many.",
+)
+@click.option("--out", required=True, type=_FOLDER, help="Trace folder; an unfinished one is continued.")
+def record(
+    target: str,
+    draft: str,
+    draft_compression: str,
+    compute: str,
+    draft_compute: str,
+    device: str,
+    compression: str,
+    prompts_path: pathlib.Path,
+    gamma_max: int,
+    max_new_tokens: int,
+    batch_size: int,
+    out: pathlib.Path,
+) -> None:
+    """Record a rollout trace: greedy, resumable, one compression of the target at a time."""
+    from speckv.compression import check_compression
+    from speckv.prompts import load_prompts
+
+    check_compression(compression)
+    prompts = load_prompts(prompts_path)
+
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from speckv.live.models import ModelPair, model_name
+    from speckv.live.recorder import machine
+    from speckv.live.recorder import record as record_prompts
+    from speckv.traces import Manifest, TraceDataset
+
+    pair = ModelPair.load(target, draft, compression, draft_compression, compute, draft_compute, device)
+    settings = {
+        "target": model_name(target),
+        "draft": model_name(draft),
+        "draft_compression": draft_compression,
+        "compute": compute,
+        "draft_compute": draft_compute,
+        "decoding": "greedy",
+        "chat_template": pair.tokenizer.chat_template is not None,
+    }
+    provenance = {"command": shlex.join(["speckv", *sys.argv[1:]]), "machine": machine()}
+    dataset = TraceDataset.create(out, Manifest(gamma_max, max_new_tokens, settings, provenance))
+    with Progress(
+        TextColumn("recording {task.fields[compression]}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    ) as progress:
+        done = sum(dataset.has(prompt.id, compression) for prompt in prompts)
+        bar = progress.add_task("", total=len(prompts), completed=done, compression=compression)
+        for _ in record_prompts(pair, prompts, dataset, batch_size=batch_size):
+            progress.advance(bar)
+    click.echo(f"{out}: {len(prompts)} sequences at {compression}")
+
+
+def _contexts(_ctx: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
+    try:
+        return [int(part) for part in value.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of integers such as 128,384") from None
+
+
+@main.command()
+@_pair_options
+@click.option(
+    "--compression",
+    "compressions",
+    required=True,
+    multiple=True,
+    help="How the target's weights are stored; give it several times to measure several.",
+)
+@click.option("--contexts", default="128,384", show_default=True, callback=_contexts, help="Tokens in the cache.")
+@click.option("--gamma-max", default=16, show_default=True, type=click.IntRange(1))
+@click.option("--repeats", default=9, show_default=True, type=click.IntRange(1), help="Forwards timed of each kind.")
+@click.option(
+    "--prompts",
+    "prompts_path",
+    type=click.Path(path_type=pathlib.Path),
+    help="JSON Lines to decode for the held-out check.  [default: the shipped prompts]",
+)
+@click.option("--held-out", default=2, show_default=True, type=click.IntRange(1), help="How many of these prompts.")
+@click.option("--max-new-tokens", default=32, show_default=True, type=click.IntRange(1), help="Of each of them.")
+@click.option("--name", help="Of the cost model.  [default: the file's name]")
+@click.option("--out", required=True, type=click.Path(path_type=pathlib.Path, dir_okay=False), help="JSON.")
+def profile(
+    target: str,
+    draft: str,
+    draft_compression: str,
+    compute: str,
+    draft_compute: str,
+    device: str,
+    compressions: tuple[str, ...],
+    contexts: list[int],
+    gamma_max: int,
+    repeats: int,
+    prompts_path: pathlib.Path | None,
+    held_out: int,
+    max_new_tokens: int,
+    name: str | None,
+    out: pathlib.Path,
+) -> None:
+    """Measure a cost model: how long forwards take on this machine, and how well that predicts real steps."""
+    from speckv.compression import check_compression
+    from speckv.prompts import load_prompts
+
+    if out.exists():
+        raise SpecKVError(f"{out}: exists already; choose another file")
+    for compression in compressions:
+        check_compression(compression)
+    prompts = load_prompts(prompts_path or pathlib.Path(__file__).parent / "data" / "prompts.jsonl")[:held_out]
+
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from speckv.live.models import ModelPair, model_name
+    from speckv.live.profiler import profile as measure
+
+    def load(compression: str) -> ModelPair:
+        return ModelPair.load(target, draft, compression, draft_compression, compute, draft_compute, device)
+
+    provenance = {
+        "command": shlex.join(["speckv", *sys.argv[1:]]),
+        "target": model_name(target),
+        "draft": model_name(draft),
+        "draft_compression": draft_compression,
+        "compute": compute,
+        "draft_compute": draft_compute,
+        "device": device,
+    }
+    with Progress(
+        TextColumn("profiling {task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    ) as progress:
+        bars = {compression: progress.add_task(compression, total=None) for compression in compressions}
+        costs = measure(
+            load,
+            list(bars),
+            prompts,
+            name=name or out.stem,
+            gamma_max=gamma_max,
+            contexts=contexts,
+            repeats=repeats,
+            max_new_tokens=max_new_tokens,
+            provenance=provenance,
+            progress=lambda compression, done, total: progress.update(bars[compression], completed=done, total=total),
+        )
+    costs.save(out)
+    for compression, check in costs.provenance["held_out"].items():
+        click.echo(
+            f"{compression}: {check['steps']} held-out steps, median error {check['median_relative_error']:.1%}, "
+            f"predicted / measured {check['total_ratio']:.3f}"
+        )
+    click.echo(f"{out}: {', '.join(bars)}")
+
+
+_TRACES = click.option(
+    "--traces", "traces_path", type=_FOLDER, help="Trace folder.  [default: the recording that ships with speckv]"
+)
+
+
+@main.command()
+@_TRACES
+@click.option(
+    "--costs",
+    "cost_paths",
+    multiple=True,
+    type=click.Path(path_type=pathlib.Path),
+    help="Cost model, may be repeated.  [default: those that ship with speckv]",
+)
+@click.option(
+    "--policy",
+    "policy_specs",
+    multiple=True,
+    help="NAME or NAME:PARAMETER=VALUE,…, may be repeated.  [default: all]  Baselines and bounds always join.",
+)
+@click.option("--folds", default=5, show_default=True, type=click.IntRange(2))
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
+@click.option("--json", "json_path", type=click.Path(path_type=pathlib.Path, dir_okay=False), help="Write all cells.")
+@click.option("--plot", "plot_path", type=click.Path(path_type=pathlib.Path, dir_okay=False), help="PNG, SVG or PDF.")
+def compare(
+    traces_path: pathlib.Path | None,
+    cost_paths: tuple[pathlib.Path, ...],
+    policy_specs: tuple[str, ...],
+    folds: int,
+    seed: int,
+    json_path: pathlib.Path | None,
+    plot_path: pathlib.Path | None,
+) -> None:
+    """Replay policies on held-out prompts and rank them in tokens per second."""
+    from rich.console import Console
+
+    from speckv import tables
+    from speckv.comparison import compare as compare_policies
+    from speckv.costs import CostModel
+    from speckv.files import write_json
+    from speckv.shipped import shipped_costs, shipped_traces
+    from speckv.traces import TraceDataset
+
+    if plot_path is not None and plot_path.suffix not in {".png", ".svg", ".pdf"}:
+        raise SpecKVError(f"{plot_path}: pictures are written as .png, .svg or .pdf; choose one of these endings")
+    policies = _policies(policy_specs)
+    traces = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
+    costs = [CostModel.load(path) for path in cost_paths] or shipped_costs()
+    if twice := [model.name for model in costs if [m.name for m in costs].count(model.name) > 1]:
+        raise SpecKVError(f"two of the cost models are called {twice[0]!r}; rename one")
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    with Console(stderr=True).status("comparing") as status:
+        result = compare_policies(policies, traces, costs, folds, seed, progress=status.update)
+    for model in costs:
+        for compression in [*sorted(set(traces.compressions.tolist())), "all"]:
+            console.print(tables.leaderboard(result, model.name, compression))
+    console.print(tables.LEGEND, style="dim")
+    if json_path is not None:
+        write_json(json_path, result.to_json())
+    if plot_path is not None:
+        tables.plot(result, plot_path)
+
+
+def _policies(specs: tuple[str, ...]) -> list[Any]:
+    """The policies that a user asked for, and the baselines and bounds of every comparison."""
+    from speckv.comparison import REQUIRED
+    from speckv.plugins import make_policy, registry
+
+    wanted = [make_policy(spec) for spec in (specs or registry().policies)]
+    labels = {policy.label for policy in wanted}
+    required = [make_policy("fixed:gamma=4" if name == "fixed-4" else name) for name in REQUIRED]
+    return wanted + [policy for policy in required if policy.label not in labels]
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def policies(as_json: bool) -> None:
+    """List the policies of the zoo and of all installed plugins."""
+    from speckv.plugins import registry
+    from speckv.policy import Clairvoyant, Policy
+
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "kind": "bound" if issubclass(entry.policy, Clairvoyant) else entry.policy().kind,
+            "learns": entry.policy.fit is not Policy.fit,
+            "summary": (entry.policy.__doc__ or "").strip().splitlines()[0] if entry.policy.__doc__ else "",
+            "source": entry.policy.source,
+            "origin": entry.origin,
+        }
+        for name, entry in sorted(registry().policies.items())
+    ]
+    if as_json:
+        import json
+
+        click.echo(json.dumps(rows, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("policy", "decides", "learns", "what it does", "origin")
+    for row in rows:
+        table.add_row(row["name"], row["kind"], "yes" if row["learns"] else "", row["summary"], row["origin"])
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+@main.command()
+def check() -> None:
+    """Check this installation: plugins, shipped data, and every policy on a few recorded sequences."""
+    import warnings
+
+    import numpy as np
+
+    from speckv.errors import SpecKVWarning
+    from speckv.plugins import registry
+    from speckv.replaying import replay
+    from speckv.shipped import shipped_costs, shipped_traces
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SpecKVWarning)  # failures are reported below
+        found = registry()
+    faults = [f"plugin {origin} is broken: {reason}" for origin, reason in found.failures]
+    traces, costs = shipped_traces().load(), shipped_costs()
+    click.echo(
+        f"recording: {len(traces)} sequences, {traces.lengths.sum()} tokens; cost models: "
+        f"{', '.join(model.name for model in costs)}"
+    )
+    few = traces.take(np.arange(0, len(traces), max(1, len(traces) // 24)))
+    for name, entry in sorted(found.policies.items()):
+        try:
+            rates = [replay(entry.policy().fit(few, model), few, model).throughput for model in costs]
+        except Exception as error:  # whatever a policy raises is what this command is there to report
+            faults.append(f"policy {name} of {entry.origin}: {type(error).__name__}: {error}")
+        else:
+            click.echo(f"policy {name}: ok ({', '.join(f'{rate:.3g}' for rate in rates)} tokens/s)")
+    if faults:
+        raise SpecKVError("; ".join(faults))
+    click.echo("all is well")
+
+
+@main.group()
+def traces() -> None:
+    """Look at recordings, and merge them."""
+
+
+@traces.command("show")
+@click.argument("path", type=_FOLDER, required=False)
+def traces_show(path: pathlib.Path | None) -> None:
+    """Summarise a trace folder (by default the recording that ships with speckv) and read it to its end."""
+    import numpy as np
+    from rich.console import Console
+    from rich.table import Table
+
+    from speckv.shipped import shipped_traces
+    from speckv.traces import TraceDataset
+
+    dataset = shipped_traces() if path is None else TraceDataset(path)
+    data = dataset.load()
+    table = Table("compression", "task", "sequences", "tokens", "draft right", "mean run of right tokens",
+                  title=f"{dataset.path}: gamma up to {data.gamma_max}, {dataset.manifest.settings}")  # fmt: skip
+    inside = np.arange(data.tokens.shape[1]) < data.lengths[:, None]
+    right = (data.tokens == data.draft_tokens) & inside
+    for compression in np.unique(data.compressions):
+        for task in np.unique(data.tasks):
+            mask = (data.compressions == compression) & (data.tasks == task)
+            if mask.any():
+                table.add_row(str(compression), str(task), str(mask.sum()), str(data.lengths[mask].sum()),
+                              f"{100 * right[mask].sum() / inside[mask].sum():.1f} %",
+                              f"{data.run[mask][:, :-1][inside[mask]].mean():.2f}")  # fmt: skip
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+@traces.command("merge")
+@click.argument("sources", nargs=-1, required=True, type=_FOLDER)
+@click.option("--out", required=True, type=_FOLDER)
+def traces_merge(sources: tuple[pathlib.Path, ...], out: pathlib.Path) -> None:
+    """Write the sequences of one or several trace folders to a new one, with one file a compression."""
+    from speckv.traces import TraceDataset
+
+    TraceDataset.merge([TraceDataset(source) for source in sources], out)
+    click.echo(f"{out}: written")

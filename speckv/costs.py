@@ -1,0 +1,193 @@
+"""Cost models: measured seconds of draft and verify forwards (rule R4)."""
+
+import pathlib
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from speckv.errors import SpecKVError
+from speckv.files import read_json, write_json
+
+FORMAT = "speckv-costs"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of a forward, measured on a grid.
+
+    Between grid points the seconds are interpolated linearly, beyond the last number of tokens they go on at
+    the slope of the last two, and outside the measured context lengths the nearest one holds. A staircase in
+    the number of tokens stays as it was measured.
+
+    Attributes:
+        tokens: (n,) tokens of the forward, increasing.
+        contexts: (c,) tokens in the cache, increasing.
+        seconds: (n, c) medians.
+        spread: (n, c) interquartile range in seconds, or None where it was not measured.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    contexts: npt.NDArray[np.int64]
+    seconds: npt.NDArray[np.float64]
+    spread: npt.NDArray[np.float64] | None = None
+
+    def table(self, max_tokens: int, max_context: int) -> npt.NDArray[np.float64]:
+        """Seconds for 0..max_tokens tokens (0 costs nothing) at 0..max_context, (max_tokens + 1, max_context + 1)."""
+        counts = np.arange(1, max_tokens + 1)
+        by_tokens = np.stack([np.interp(counts, self.tokens, column) for column in self.seconds.T], axis=1)
+        if len(self.tokens) > 1:
+            slope = (self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2])
+            beyond = np.maximum(counts - self.tokens[-1], 0)
+            by_tokens = by_tokens + beyond[:, None] * slope
+        contexts = np.arange(max_context + 1)
+        rows = [np.interp(contexts, self.contexts, row) for row in by_tokens]
+        return np.vstack([np.zeros((1, max_context + 1)), *rows])
+
+    def at(self, tokens: int, context: int) -> float:
+        """Seconds of one forward of `tokens` tokens behind `context` cached ones."""
+        return float(self.table(tokens, context)[tokens, context])
+
+    def to_json(self) -> dict[str, Any]:
+        value: dict[str, Any] = {
+            "tokens": self.tokens.tolist(),
+            "contexts": self.contexts.tolist(),
+            "seconds": self.seconds.tolist(),
+        }
+        if self.spread is not None:
+            value["spread"] = self.spread.tolist()
+        return value
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any], where: str) -> Self:
+        try:
+            tokens = np.array(value["tokens"], dtype=np.int64)
+            contexts = np.array(value["contexts"], dtype=np.int64)
+            seconds = np.array(value["seconds"], dtype=float)
+            spread = np.array(value["spread"], dtype=float) if "spread" in value else None
+        except (KeyError, TypeError, ValueError) as error:
+            raise SpecKVError(f"{where}: not a table of timings ({error}); profile again") from None
+        if seconds.shape != (len(tokens), len(contexts)) or not seconds.size:
+            raise SpecKVError(f"{where}: seconds must be a table of tokens by contexts; profile again")
+        if not (np.isfinite(seconds).all() and (seconds > 0).all()):
+            raise SpecKVError(f"{where}: seconds must be positive numbers; profile again")
+        if (np.diff(tokens) <= 0).any() or (np.diff(contexts) <= 0).any() or tokens[0] != 1:
+            raise SpecKVError(f"{where}: tokens must increase from 1, and contexts must increase; profile again")
+        return cls(tokens, contexts, seconds, spread)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """How long a step takes on one machine with one draft, for each compression of the target.
+
+    Attributes:
+        name: short, for tables.
+        draft: of one forward of the draft model.
+        verify: compression -> of one forward of the target.
+        overhead: seconds a step takes besides the forwards and the policy's own decisions.
+        controller: policy name -> (seconds of a decision before the step, seconds of a decision inside the draft).
+        provenance: source, machine, command, and how well the model predicts held-out steps.
+    """
+
+    name: str
+    draft: Timings
+    verify: dict[str, Timings]
+    overhead: float = 0.0
+    controller: dict[str, tuple[float, float]] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def verify_of(self, compression: str) -> Timings:
+        """Timings of the target at `compression`. Raises SpecKVError if they were not measured."""
+        if compression not in self.verify:
+            raise SpecKVError(
+                f"cost model {self.name!r} has no timings for {compression!r}, only for {', '.join(self.verify)}; "
+                "profile that compression, or compare others"
+            )
+        return self.verify[compression]
+
+    def cost_ratio(self, compression: str, context: int = 256) -> float:
+        """Seconds of a draft forward of one token to those of the target's, at one context length."""
+        return self.draft.at(1, context) / self.verify_of(compression).at(1, context)
+
+    def save(self, path: str | pathlib.Path) -> None:
+        """Write the model as JSON."""
+        write_json(
+            pathlib.Path(path),
+            {
+                "format": FORMAT,
+                "schema_version": SCHEMA_VERSION,
+                "name": self.name,
+                "unit": "seconds",
+                "provenance": self.provenance,
+                "overhead": self.overhead,
+                "draft": self.draft.to_json(),
+                "verify": {compression: timings.to_json() for compression, timings in self.verify.items()},
+                "controller": {name: list(seconds) for name, seconds in self.controller.items()},
+            },
+        )
+
+    @classmethod
+    def load(cls, path: str | pathlib.Path) -> Self:
+        """Read a model. Raises SpecKVError if the file is not one, or is of a newer schema version."""
+        path = pathlib.Path(path)
+        value = read_json(path, "a cost model")
+        if value.get("format") != FORMAT:
+            raise SpecKVError(f"{path}: is not a cost model; make one with `speckv profile`")
+        if not isinstance(version := value.get("schema_version"), int) or version > SCHEMA_VERSION:
+            raise SpecKVError(
+                f"{path}: schema version {version} is newer than {SCHEMA_VERSION}, the newest that this speckv reads; "
+                "upgrade speckv"
+            )
+        try:
+            return cls(
+                name=value["name"],
+                draft=Timings.from_json(value["draft"], f"{path}: draft"),
+                verify={name: Timings.from_json(t, f"{path}: verify {name}") for name, t in value["verify"].items()},
+                overhead=float(value["overhead"]),
+                controller={name: (float(s[0]), float(s[1])) for name, s in value["controller"].items()},
+                provenance=value["provenance"],
+            )
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise SpecKVError(f"{path}: not a whole cost model ({error!r}); profile again") from None
+
+
+class StepCosts:
+    """A cost model laid out for many steps at once, as tables to index.
+
+    Args:
+        costs: the model.
+        compressions: (S,) compression of each sequence.
+        max_tokens: the largest number of tokens in a forward that will be asked for.
+        max_context: the longest context that will be asked for.
+    """
+
+    def __init__(self, costs: CostModel, compressions: npt.NDArray[np.str_], max_tokens: int, max_context: int) -> None:
+        names, self._code = np.unique(compressions, return_inverse=True)
+        self._draft = costs.draft.table(max_tokens, max_context)
+        self._verify = np.stack([costs.verify_of(str(name)).table(max_tokens, max_context) for name in names])
+        self._overhead = costs.overhead
+
+    def seconds(
+        self,
+        rows: npt.NDArray[np.int64],
+        contexts: npt.NDArray[np.int64],
+        lags: npt.NDArray[np.int64],
+        forwards: npt.ArrayLike,
+        gammas: npt.ArrayLike,
+    ) -> npt.NDArray[np.float64]:
+        """Seconds of steps, the policy's own time not included; all arguments broadcast.
+
+        Args:
+            rows: sequence of each step.
+            contexts: tokens in front of the step.
+            lags: committed tokens that the draft has not seen; its first forward takes them in.
+            forwards: draft forwards of the step.
+            gammas: tokens verified; the target's forward has one more.
+        """
+        forwards, gammas = np.asarray(forwards), np.asarray(gammas)
+        verify = self._verify[self._code[rows], gammas + 1, contexts]
+        first = self._draft[lags, contexts]
+        drafting = np.where(forwards > 0, first + (forwards - 1) * self._draft[1, contexts], 0.0)
+        return np.asarray(verify + drafting + self._overhead)

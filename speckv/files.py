@@ -1,0 +1,47 @@
+"""Files that appear whole or not at all (rule R6)."""
+
+import json
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from speckv.errors import SpecKVError
+
+
+def write_atomically(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
+    """Let `write` fill a temporary file beside `path`, then move it into place.
+
+    A process killed at any moment leaves either the old file or the new one, plus at most a
+    `*.partial` file that every reader of this project ignores.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(partial)
+        with partial.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        raise SpecKVError(f"{path}: cannot be written ({error.strerror}); choose another place") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Write `value` as indented JSON, whole or not at all. NaN and infinity are refused."""
+    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def read_json(path: pathlib.Path, what: str) -> dict[str, Any]:
+    """Read a JSON object, naming the file and the fault if it is not one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SpecKVError(f"{path}: no such file; expected {what}") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise SpecKVError(f"{path}: not readable as {what} ({error})") from None
+    if not isinstance(value, dict):
+        raise SpecKVError(f"{path}: expected {what}, a JSON object, and found {type(value).__name__}")
+    return value

@@ -1,0 +1,200 @@
+"""The contract between a policy and everything that runs one."""
+
+import inspect
+import pathlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from speckv.errors import SpecKVError
+from speckv.features import BoolArray, Features, FloatArray, IntArray
+
+if TYPE_CHECKING:
+    from speckv.costs import CostModel
+    from speckv.traces import Rollouts
+
+#: What a policy remembers of each sequence: arrays by name, each with one row a sequence.
+State = dict[str, npt.NDArray[Any]]
+
+FORMAT = "speckv-policy"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one step in each of n sequences, before anything is cut off at the end of a text.
+
+    Attributes:
+        drafted: (n,) tokens that were verified.
+        accepted: (n,) of them, how many the target agreed with; the step commits one more.
+        seconds: (n,) duration of the step.
+    """
+
+    drafted: IntArray
+    accepted: IntArray
+    seconds: FloatArray
+
+
+class Policy:
+    """Chooses how many tokens to draft. Subclass it and override at least one of the three decisions.
+
+    Every method decides for n sequences at once: a feature is an array (n,), and so is the answer (a plain
+    number holds for all of them). A live decoder calls with n = 1, a replay with thousands.
+
+    The three decisions of a step, in order:
+
+    - `choose_gamma`, before the draft: at most how many tokens.
+    - `draw_token`, when the draft's next distribution is known: whether to draw a token from it at all. This
+      must not depend on which token would be drawn; then the text is lossless under sampling too.
+    - `keep_drafting`, once the token is drawn (it will be verified in any case): whether to draft another.
+
+    The constructor only stores its parameters under their own names, as in scikit-learn. What `fit` learns goes
+    into `self.fitted`, arrays by name; parameters and fitted arrays together are the saved policy.
+
+    Attributes:
+        name: how users call the policy.
+        features: names of the features that it reads, from `speckv.features.FEATURES`.
+        source: where the rule comes from, and how sure its constants are.
+    """
+
+    name: ClassVar[str]
+    features: tuple[str, ...] = ()
+    source: ClassVar[str] = ""
+
+    def __init__(self) -> None:
+        self.fitted: dict[str, npt.NDArray[Any]] = {}
+
+    def fit(self, traces: "Rollouts", costs: "CostModel", seed: int = 0) -> Self:
+        """Learn from recorded sequences and measured costs. Policies that learn nothing keep this one."""
+        return self
+
+    def new_state(self, rows: int) -> State:
+        """What the policy remembers of each of `rows` sequences that are about to start."""
+        return {}
+
+    def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
+        """How many tokens to draft at most, (n,) integers from 0. The host's own limit applies as well."""
+        return np.iinfo(np.int64).max
+
+    def draw_token(self, features: Features, state: State) -> npt.ArrayLike:
+        """Whether to draw the next token from the distribution that the features describe, (n,) booleans."""
+        return True
+
+    def keep_drafting(self, features: Features, state: State) -> npt.ArrayLike:
+        """Whether to draft another token behind the one just drawn, (n,) booleans."""
+        return True
+
+    def observe(self, outcome: Outcome, state: State) -> None:
+        """Take in what came of the step, by changing `state`."""
+
+    @property
+    def label(self) -> str:
+        """How tables call this instance: its name, unless its parameters belong there too."""
+        return self.name
+
+    @property
+    def kind(self) -> str:
+        """`before` the step, inside the `draft`, or `both`."""
+        before, inside = self.overrides("choose_gamma"), self.overrides("draw_token") or self.overrides("keep_drafting")
+        return "both" if before and inside else "draft" if inside else "before"
+
+    def overrides(self, method: str) -> bool:
+        """Whether this class decides `method` itself; hosts skip the calls that nobody overrides."""
+        return getattr(type(self), method) is not getattr(Policy, method)
+
+    def get_params(self) -> dict[str, Any]:
+        """The constructor's arguments."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.get_params().items())})"
+
+
+class Clairvoyant(Policy):
+    """A bound, not a policy: it looks at the recorded future. It can be replayed, never decoded live."""
+
+    def foresee(self, traces: "Rollouts", costs: "CostModel") -> IntArray:
+        """The gamma to play at each position, (S, T) integers."""
+        raise TypeError(f"{type(self).__name__} must define foresee")
+
+
+def as_integers(values: npt.ArrayLike, rows: int, where: str) -> IntArray:
+    """A policy's answer as (rows,) integers, or a SpecKVError that names the policy and what it said."""
+    array = np.asarray(values)
+    if array.dtype.kind not in "iu":
+        raise SpecKVError(f"{where} must return integers and returned {array.dtype}")
+    if array.shape not in {(), (rows,)}:
+        raise SpecKVError(f"{where} must return one value a sequence, ({rows},), and returned shape {array.shape}")
+    if array.size and array.min() < 0:
+        raise SpecKVError(f"{where} returned {array.min()}; gamma is 0 or more")
+    return np.broadcast_to(array.astype(np.int64), (rows,))
+
+
+def as_booleans(values: npt.ArrayLike, rows: int, where: str) -> BoolArray:
+    """A policy's answer as (rows,) booleans, or a SpecKVError that names the policy and what it said."""
+    array = np.asarray(values)
+    if array.dtype.kind != "b":
+        raise SpecKVError(f"{where} must return booleans and returned {array.dtype}")
+    if array.shape not in {(), (rows,)}:
+        raise SpecKVError(f"{where} must return one value a sequence, ({rows},), and returned shape {array.shape}")
+    return np.broadcast_to(array, (rows,))
+
+
+def save_policy(policy: Policy, path: str | pathlib.Path) -> None:
+    """Write a policy as a folder of `policy.json` and `policy.safetensors`. No pickle is involved.
+
+    Raises:
+        SpecKVError: the folder exists already.
+    """
+    from safetensors.numpy import save_file
+
+    import speckv
+    from speckv.files import write_atomically, write_json
+
+    path = pathlib.Path(path)
+    if path.exists():
+        raise SpecKVError(f"{path}: exists already; choose another folder")
+    arrays = {name: np.ascontiguousarray(array) for name, array in policy.fitted.items()}
+    write_atomically(path / "policy.safetensors", lambda partial: save_file(arrays, partial))
+    write_json(
+        path / "policy.json",
+        {
+            "format": FORMAT,
+            "schema_version": SCHEMA_VERSION,
+            "speckv": speckv.__version__,
+            "policy": policy.name,
+            "params": policy.get_params(),
+            "features": list(policy.features),
+        },
+    )
+
+
+def load_policy(path: str | pathlib.Path) -> Policy:
+    """Read a policy that `save_policy` wrote.
+
+    Raises:
+        SpecKVError: the folder is not a policy, is of a newer format, or its policy is not installed.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    from speckv.files import read_json
+    from speckv.plugins import policy_class
+
+    path = pathlib.Path(path)
+    value = read_json(path / "policy.json", "a saved policy")
+    if value.get("format") != FORMAT:
+        raise SpecKVError(f"{path / 'policy.json'}: is not a saved policy")
+    if not isinstance(version := value.get("schema_version"), int) or version > SCHEMA_VERSION:
+        raise SpecKVError(
+            f"{path / 'policy.json'}: schema version {version} is newer than {SCHEMA_VERSION}, the newest that this "
+            "speckv reads; upgrade speckv"
+        )
+    try:
+        policy = policy_class(value["policy"])(**value["params"])
+        policy.fitted = load_file(path / "policy.safetensors")
+    except (KeyError, TypeError, OSError, SafetensorError) as error:
+        raise SpecKVError(f"{path}: is not a whole saved policy ({error}); save it again") from None
+    return policy

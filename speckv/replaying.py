@@ -1,0 +1,315 @@
+"""Replay: any policy on recorded sequences, exactly as a live decoder would run it (rule R3)."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from speckv.compression import COMPRESSIONS
+from speckv.costs import CostModel, StepCosts
+from speckv.features import BoolArray, Features, FeatureTracker, IntArray, When
+from speckv.policy import Clairvoyant, Outcome, Policy, State, as_booleans, as_integers
+from speckv.traces import Rollouts, TraceDataset
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Every step of every sequence, and the sums.
+
+    Attributes:
+        sequence, position, gamma, accepted: (steps,) integers: row of the sequence, tokens committed before
+            the step, tokens verified, tokens accepted. Sorted by sequence and position.
+        forwards: (steps,) draft forwards, gamma or one more (a distribution that nothing was drawn from).
+        seconds: (steps,) duration, decisions of the policy included.
+        controller_seconds: (steps,) the policy's part of it.
+        tokens: (S,) committed tokens of each sequence.
+        features: name -> (steps,) what was known before the draft of each step, if `replay` was asked for it.
+    """
+
+    sequence: IntArray
+    position: IntArray
+    gamma: IntArray
+    accepted: IntArray
+    forwards: IntArray
+    seconds: npt.NDArray[np.float64]
+    controller_seconds: npt.NDArray[np.float64]
+    tokens: IntArray
+    features: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+
+    @property
+    def sequence_seconds(self) -> npt.NDArray[np.float64]:
+        """(S,) seconds of each sequence."""
+        return np.bincount(self.sequence, weights=self.seconds, minlength=len(self.tokens)).astype(float)
+
+    @property
+    def throughput(self) -> float:
+        """Committed tokens a second: the ratio of the sums."""
+        return float(self.tokens.sum() / self.seconds.sum())
+
+
+def replay(
+    policy: Policy,
+    traces: Rollouts | TraceDataset,
+    costs: CostModel,
+    controller: tuple[float, float] | None = None,
+    features: Sequence[str] = (),
+) -> Replay:
+    """Run `policy` on every recorded sequence.
+
+    Args:
+        policy: fitted, if it learns.
+        traces: what was recorded.
+        costs: how long forwards take.
+        controller: seconds of the policy's decision before a step and of one inside the draft. By default what
+            `costs` says of this policy, and nothing for one it does not know.
+        features: names of features that exist before the draft, to be kept for every step: what learners train on.
+
+    Raises:
+        SpecKVError: the policy asks for an unknown feature or answers out of range, or the costs lack a
+            compression.
+    """
+    traces = traces.load() if isinstance(traces, TraceDataset) else traces
+    if controller is None:
+        controller = costs.controller.get(policy.name, (0.0, 0.0))
+    if isinstance(policy, Clairvoyant):
+        policy, controller = _Plan(policy.foresee(traces, costs)), (0.0, 0.0)
+    return _Run(policy, traces, costs, controller, features).run()
+
+
+class _Plan(Policy):
+    """Plays a gamma that was fixed beforehand for each sequence and position."""
+
+    name = "plan"
+    features = ("position",)
+
+    def __init__(self, gammas: IntArray) -> None:
+        super().__init__()
+        self.gammas = gammas
+
+    def new_state(self, rows: int) -> State:
+        return {"row": np.arange(rows)}
+
+    def choose_gamma(self, features, state):  # type: ignore[no-untyped-def]
+        return self.gammas[state["row"], features["position"].astype(np.int64)]
+
+
+class Session:
+    """Recorded sequences being decoded in lockstep, one step of each at a time.
+
+    Args:
+        traces: what was recorded.
+        costs: how long forwards take.
+        features: names of the features to build.
+
+    Attributes:
+        rows: (n,) rows of `traces` that have not ended yet.
+        positions: (n,) tokens that each has committed.
+        tracker: builds their features.
+    """
+
+    def __init__(self, traces: Rollouts, costs: CostModel, features: Sequence[str]) -> None:
+        self.traces = traces
+        size = int(traces.lengths.max())
+        longest = int(traces.prompt_lengths.max()) + size
+        self._costs = StepCosts(costs, traces.compressions, max(traces.gamma_max, size) + 1, longest)
+        codes = {name: code for code, name in enumerate(COMPRESSIONS)}
+        ratios = {str(name): costs.cost_ratio(str(name)) for name in np.unique(traces.compressions)}
+        self.tracker = FeatureTracker(
+            features,
+            traces.prompt_lengths,
+            np.array([codes[name] for name in traces.compressions], dtype=np.int64),
+            np.array([ratios[name] for name in traces.compressions]),
+        )
+        self.rows = np.arange(len(traces))
+        self.positions = np.zeros(len(traces), dtype=np.int64)
+        self._lags = np.ones(len(traces), dtype=np.int64)
+
+    @property
+    def limits(self) -> IntArray:
+        """(n,) how many tokens each sequence can draft in its next step."""
+        return self.traces.limit[self.rows, self.positions]
+
+    def token_signals(self, going: IntArray, index: int) -> dict[str, npt.NDArray[np.float32]]:
+        """Features of drafted token number `index` (from 1) in the sequences at `going`, by name."""
+        rows, positions = self.rows[going], self.positions[going]
+        return {
+            feature: self.traces.drafted_signal(signal, rows, positions, index - 1)
+            for feature, signal in self.tracker.token_signals.items()
+        }
+
+    def play(
+        self, gammas: IntArray, forwards: IntArray, controller: npt.NDArray[np.float64] | float = 0.0
+    ) -> tuple[IntArray, npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+        """Verify `gammas` tokens of each draft, and drop the sequences that have ended.
+
+        Args:
+            gammas: (n,) at most `limits`.
+            forwards: (n,) draft forwards, gammas or one more.
+            controller: (n,) seconds of the policy's decisions.
+
+        Returns:
+            accepted: (n,) tokens.
+            seconds: (n,) duration of the step.
+            going: (n,) whether the sequence goes on.
+        """
+        rows, positions = self.rows, self.positions
+        accepted = np.minimum(gammas, self.traces.run[rows, positions])
+        contexts = self.traces.prompt_lengths[rows] + positions
+        seconds = self._costs.seconds(rows, contexts, self._lags, forwards, gammas) + controller
+        self._track(gammas, accepted)
+        # The draft has seen its own tokens but the last; what it has seen and the target rejected is undone.
+        lags = np.where(forwards > 0, accepted + 1 - np.minimum(accepted, forwards - 1), self._lags + 1)
+        positions = positions + accepted + 1
+        going = positions < self.traces.lengths[rows]
+        self.rows, self.positions, self._lags = rows[going], positions[going], lags[going]
+        if not going.all():
+            self.tracker.select(going)
+        return accepted, seconds, going
+
+    def _track(self, gammas: IntArray, accepted: IntArray) -> None:
+        rows, positions = self.rows, self.positions
+        signals = {}
+        if self.tracker.draft_signals and (width := int(gammas.max())):
+            index = np.minimum(np.arange(width), np.maximum(gammas - 1, 0)[:, None])
+            signals = {
+                name: self.traces.drafted_signal(name, rows[:, None], positions[:, None], index)
+                for name in self.tracker.draft_signals
+            }
+        last = np.minimum(positions + accepted, self.traces.tokens.shape[1] - 1)
+        target = {name: self.traces.signals[name][rows, last] for name in self.tracker.target_signals}
+        self.tracker.verified(gammas, accepted, signals, target)
+
+
+class _Run:
+    """A policy in a session, until all sequences have ended."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        traces: Rollouts,
+        costs: CostModel,
+        controller: tuple[float, float] = (0.0, 0.0),
+        keep: Sequence[str] = (),
+    ) -> None:
+        self.policy, self.controller, self.keep = policy, controller, keep
+        self.session = Session(traces, costs, list(dict.fromkeys([*policy.features, *keep])))
+        self.state = policy.new_state(len(traces))
+        self.chooses = policy.overrides("choose_gamma")
+        self.draws, self.keeps = policy.overrides("draw_token"), policy.overrides("keep_drafting")
+        self.observes = policy.overrides("observe")
+
+    def run(self) -> Replay:
+        session = self.session
+        log: list[tuple[npt.NDArray[Any], ...]] = []
+        while len(session.rows):
+            rows, positions = session.rows, session.positions
+            features = session.tracker.before(len(rows))
+            kept = [features[name] for name in self.keep]
+            asked, forwards, gammas = self._draft(features)
+            controller = np.asarray(self.chooses * self.controller[0] + asked * self.controller[1], dtype=float)
+            accepted, seconds, going = session.play(gammas, forwards, controller)
+            log.append((rows, positions, gammas, accepted, forwards, seconds, controller, *kept))
+            if self.observes:
+                self.policy.observe(Outcome(gammas, accepted, seconds), self.state)
+            if not going.all():
+                self.state = {name: array[going] for name, array in self.state.items()}
+        columns = [np.concatenate(column) for column in zip(*log, strict=True)]
+        order = np.lexsort((columns[1], columns[0]))
+        row, position, gamma, accepted, forwards, seconds, controller, *kept = (column[order] for column in columns)
+        known = dict(zip(self.keep, kept, strict=True))
+        tokens = session.traces.lengths
+        return Replay(row, position, gamma, accepted, forwards, seconds, controller, tokens, known)
+
+    def _draft(self, features: Features) -> tuple[IntArray, IntArray, IntArray]:
+        """How often the policy was asked inside the draft, draft forwards, and tokens to verify; each (n,)."""
+        policy, name, n = self.policy, self.policy.name, features.rows
+        limits = self.session.limits
+        if self.chooses:
+            chosen = as_integers(policy.choose_gamma(features, self.state), n, f"{name}.choose_gamma")
+            limits = np.minimum(chosen, limits)
+        if not (self.draws or self.keeps):
+            return np.zeros(n, dtype=np.int64), limits, limits
+        asked, forwards, gammas = (np.zeros(n, dtype=np.int64) for _ in range(3))
+        going = np.flatnonzero(limits > 0)
+        index = 0
+        while len(going):
+            index += 1
+            forwards[going] += 1
+            asked[going] += 1
+            signals = self.session.token_signals(going, index)
+            drawn = self._ask("draw_token", "distribution", index, going, signals)
+            gammas[going] += drawn
+            more = drawn & (index < limits[going])
+            signals = {name: values[more] for name, values in signals.items()}
+            going = going[more]
+            going = going[self._ask("keep_drafting", "drawn", index, going, signals)]
+        return asked, forwards, gammas
+
+    def _ask(
+        self, method: str, when: When, index: int, rows: IntArray, signals: dict[str, npt.NDArray[np.float32]]
+    ) -> BoolArray:
+        """A policy's answer for the sequences at `rows`, whose part of the state it may change."""
+        if not len(rows) or not self.policy.overrides(method):
+            return np.ones(len(rows), dtype=bool)
+        features = self.session.tracker.token(index, signals, rows, when)
+        state = {name: array[rows] for name, array in self.state.items()}
+        answer = as_booleans(getattr(self.policy, method)(features, state), len(rows), f"{self.policy.name}.{method}")
+        for name, array in state.items():
+            self.state[name][rows] = array
+        return answer
+
+
+def measure_controller(policy: Policy, traces: Rollouts, costs: CostModel) -> tuple[float, float]:
+    """Median seconds of a policy's decision before a step and of one inside the draft, for one sequence on this
+    machine, features included: what it costs a live decoder. Measured while replaying one sequence at a time.
+    """
+    timed = _Timed(policy)
+    for row in range(min(len(traces), 24)):
+        _Run(timed, traces.take([row]), costs).run()
+    return tuple(float(np.median(s)) if s else 0.0 for s in (timed.before, timed.inside))  # type: ignore[return-value]
+
+
+class _Timed(Policy):
+    """Passes every question on to another policy, and notes how long the answer took."""
+
+    name = "timed"
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.policy, self.features = policy, policy.features
+        self.before: list[float] = []
+        self.inside: list[float] = []
+
+    def overrides(self, method: str) -> bool:
+        return self.policy.overrides(method)
+
+    def new_state(self, rows):  # type: ignore[no-untyped-def]
+        return self.policy.new_state(rows)
+
+    def choose_gamma(self, features, state):  # type: ignore[no-untyped-def]
+        start = time.perf_counter()
+        answer = self.policy.choose_gamma(features, state)
+        self.before.append(time.perf_counter() - start)
+        return answer
+
+    def draw_token(self, features, state):  # type: ignore[no-untyped-def]
+        start = time.perf_counter()
+        answer = self.policy.draw_token(features, state)
+        self.inside.append(time.perf_counter() - start)
+        return answer
+
+    def keep_drafting(self, features, state):  # type: ignore[no-untyped-def]
+        start = time.perf_counter()
+        answer = self.policy.keep_drafting(features, state)
+        # One decision a token, whichever hooks it takes.
+        if self.policy.overrides("draw_token"):
+            self.inside[-1] += time.perf_counter() - start
+        else:
+            self.inside.append(time.perf_counter() - start)
+        return answer
+
+    def observe(self, outcome, state):  # type: ignore[no-untyped-def]
+        self.policy.observe(outcome, state)

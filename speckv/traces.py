@@ -1,0 +1,429 @@
+"""Rollout traces: what a model pair did and would have done, position by position (rule R3).
+
+A *rollout trace* follows the target's own greedy path. For each position it keeps what the draft model
+proposes there and, where that proposal is wrong, how the draft would have gone on off the path. That tree
+answers, for any policy, what a live decoder would have drafted, accepted and seen.
+
+On disk a dataset is a folder: `manifest.json` and Parquet shards with one row a sequence. In memory it is
+`Rollouts`, dense arrays with one row a sequence and one column a position.
+"""
+
+import hashlib
+import pathlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from speckv.errors import SpecKVError
+from speckv.files import read_json, write_atomically, write_json
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FORMAT = "speckv-rollout"
+SCHEMA_VERSION = 1
+
+#: Signals of one drafted token: name -> unit. Each is recorded on the path and off it.
+DRAFT_SIGNALS = {
+    "draft_entropy": "nats",
+    "draft_top1": "probability",
+    "draft_top2": "probability",
+    "draft_top10": "probability mass of the ten likeliest tokens",
+}
+#: Signals of the target at each position of its path: name -> unit.
+TARGET_SIGNALS = {
+    "target_entropy": "nats",
+    "target_margin": "logits between the likeliest and the second likeliest token",
+}
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One recorded sequence of T committed tokens.
+
+    Attributes:
+        id, task, compression: prompt identifier, task category, how the target's weights are stored.
+        prompt_tokens: (prompt length,) token ids, chat template included.
+        tokens: (T,) token ids of the target's greedy path.
+        draft_tokens: (T,) the draft's greedy proposal at each position, given the path before it.
+        signals: draft and target signals by name, each (T,) float32; units in `DRAFT_SIGNALS` and
+            `TARGET_SIGNALS`.
+        off_lengths: (T,) how many tokens of the draft's continuation after a wrong proposal are kept;
+            0 where the proposal is right.
+        off_tokens: (sum of off_lengths,) those continuations, one behind the other.
+        off_signals: draft signals by name of those continuations, each (sum of off_lengths,) float32.
+        ended: True if the path ended with an end-of-sequence token, False if the budget ended it.
+    """
+
+    id: str
+    task: str
+    compression: str
+    prompt_tokens: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32]
+    draft_tokens: npt.NDArray[np.int32]
+    signals: dict[str, npt.NDArray[np.float32]]
+    off_lengths: npt.NDArray[np.int32]
+    off_tokens: npt.NDArray[np.int32]
+    off_signals: dict[str, npt.NDArray[np.float32]]
+    ended: bool
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What all sequences of a dataset have in common, and where they came from.
+
+    `settings` must be equal for sequences to stand in one dataset; `provenance` is for the reader.
+    """
+
+    gamma_max: int
+    max_new_tokens: int
+    settings: dict[str, Any]
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "schema_version": SCHEMA_VERSION,
+            "gamma_max": self.gamma_max,
+            "max_new_tokens": self.max_new_tokens,
+            "settings": self.settings,
+            "provenance": self.provenance,
+            "units": DRAFT_SIGNALS | TARGET_SIGNALS,
+        }
+
+    @classmethod
+    def read(cls, path: pathlib.Path) -> Self:
+        value = read_json(path, "the manifest of a rollout dataset")
+        if value.get("format") != FORMAT:
+            raise SpecKVError(f"{path}: is not the manifest of a {FORMAT} dataset")
+        if not isinstance(version := value.get("schema_version"), int) or version > SCHEMA_VERSION:
+            raise SpecKVError(
+                f"{path}: schema version {version} is newer than {SCHEMA_VERSION}, the newest that this "
+                "speckv reads; upgrade speckv"
+            )
+        try:
+            return cls(value["gamma_max"], value["max_new_tokens"], value["settings"], value["provenance"])
+        except KeyError as error:
+            raise SpecKVError(f"{path}: the key {error} is missing; record or merge the dataset again") from None
+
+
+def _schema() -> "pa.Schema":
+    import pyarrow as pa
+
+    def column(name: str, kind: pa.DataType, unit: str = "") -> pa.Field:
+        return pa.field(name, kind, nullable=False, metadata={"unit": unit} if unit else None)
+
+    ids, reals = pa.list_(pa.int32()), pa.list_(pa.float32())
+    return pa.schema(
+        [
+            column("id", pa.string()),
+            column("task", pa.string()),
+            column("compression", pa.string()),
+            column("prompt_tokens", ids, "token id"),
+            column("tokens", ids, "token id"),
+            column("draft_tokens", ids, "token id"),
+            *(column(name, reals, unit) for name, unit in (DRAFT_SIGNALS | TARGET_SIGNALS).items()),
+            column("off_lengths", ids, "tokens"),
+            column("off_tokens", ids, "token id"),
+            *(column(f"off_{name}", reals, unit) for name, unit in DRAFT_SIGNALS.items()),
+            column("ended", pa.bool_()),
+        ],
+        metadata={"format": FORMAT, "schema_version": str(SCHEMA_VERSION)},
+    )
+
+
+def _to_row(rollout: Rollout) -> dict[str, Any]:
+    row = {f.name: getattr(rollout, f.name) for f in fields(rollout) if f.name not in {"signals", "off_signals"}}
+    return row | rollout.signals | {f"off_{name}": values for name, values in rollout.off_signals.items()}
+
+
+def _from_row(row: dict[str, Any], where: str) -> Rollout:
+    def ids(name: str) -> npt.NDArray[np.int32]:
+        return np.asarray(row[name], dtype=np.int32)
+
+    def reals(name: str, length: int) -> npt.NDArray[np.float32]:
+        values = np.asarray(row[name], dtype=np.float32)
+        if len(values) != length:
+            raise SpecKVError(f"{where}: {name} has {len(values)} values for {length} tokens; record it again")
+        if not np.isfinite(values).all():
+            position = int(np.flatnonzero(~np.isfinite(values))[0])
+            raise SpecKVError(f"{where}: {name} is not a finite number at position {position}; record it again")
+        return values
+
+    tokens, off_lengths, off_tokens = ids("tokens"), ids("off_lengths"), ids("off_tokens")
+    if len(tokens) == 0 or not (len(ids("draft_tokens")) == len(off_lengths) == len(tokens)):
+        raise SpecKVError(f"{where}: its columns have different lengths; record it again")
+    if off_lengths.min() < 0 or off_lengths.sum() != len(off_tokens):
+        raise SpecKVError(f"{where}: off_lengths do not add up to the off-path tokens; record it again")
+    return Rollout(
+        id=row["id"],
+        task=row["task"],
+        compression=row["compression"],
+        prompt_tokens=ids("prompt_tokens"),
+        tokens=tokens,
+        draft_tokens=ids("draft_tokens"),
+        signals={name: reals(name, len(tokens)) for name in DRAFT_SIGNALS | TARGET_SIGNALS},
+        off_lengths=off_lengths,
+        off_tokens=off_tokens,
+        off_signals={name: reals(f"off_{name}", len(off_tokens)) for name in DRAFT_SIGNALS},
+        ended=row["ended"],
+    )
+
+
+class TraceDataset:
+    """A folder of recorded sequences: `manifest.json` and Parquet shards of whole sequences.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        SpecKVError: the folder is missing, has no manifest, or is of a newer schema version.
+    """
+
+    def __init__(self, path: str | pathlib.Path) -> None:
+        self.path = pathlib.Path(path)
+        if not self.path.is_dir():
+            raise SpecKVError(f"{self.path}: no such trace folder; make one with `speckv record`")
+        self.manifest = Manifest.read(self.path / "manifest.json")
+
+    @classmethod
+    def create(cls, path: str | pathlib.Path, manifest: Manifest) -> Self:
+        """Open the dataset at `path` to add to it, or start it.
+
+        Raises:
+            SpecKVError: a dataset with other settings is there already.
+        """
+        path = pathlib.Path(path)
+        if (path / "manifest.json").exists():
+            dataset = cls(path)
+            if (old := dataset.manifest.to_json()) != (new := manifest.to_json()):
+                keys = ("gamma_max", "max_new_tokens", "settings")
+                if differing := [key for key in keys if old[key] != new[key]]:
+                    raise SpecKVError(
+                        f"{path}: holds a recording made with other {', '.join(differing)}; choose another folder"
+                    )
+            return dataset
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise SpecKVError(f"{path}: exists and is not a trace dataset; choose another folder")
+        write_json(path / "manifest.json", manifest.to_json())
+        return cls(path)
+
+    def _shards(self) -> list[pathlib.Path]:
+        return sorted(self.path.glob("*.parquet"))
+
+    def _shard_of(self, identifier: str, compression: str) -> pathlib.Path:
+        digest = hashlib.sha256(identifier.encode()).hexdigest()[:16]
+        return self.path / f"{compression}-{digest}.parquet"
+
+    def has(self, identifier: str, compression: str) -> bool:
+        """Whether the recorder has finished this prompt at this compression."""
+        return self._shard_of(identifier, compression).exists()
+
+    def add(self, rollout: Rollout) -> None:
+        """Write one finished sequence as a shard of its own, whole or not at all."""
+        _write_shard(self._shard_of(rollout.id, rollout.compression), [rollout])
+
+    def __iter__(self) -> Iterator[Rollout]:
+        """Read one sequence at a time, in the order of the shards' names."""
+        for shard in self._shards():
+            yield from _read_shard(shard)
+
+    def load(self) -> "Rollouts":
+        """Read everything into dense arrays."""
+        return Rollouts.from_sequences(list(self), self.manifest, where=str(self.path))
+
+    @classmethod
+    def merge(cls, sources: Sequence["TraceDataset"], path: str | pathlib.Path) -> Self:
+        """Write the sequences of all sources to a new dataset with one shard a compression.
+
+        Raises:
+            SpecKVError: settings differ, a sequence stands in two sources, or `path` is taken.
+        """
+        path = pathlib.Path(path)
+        if path.exists():
+            raise SpecKVError(f"{path}: exists already; choose another folder")
+        first = sources[0].manifest
+        groups: dict[str, list[Rollout]] = {}
+        seen: set[tuple[str, str]] = set()
+        for source in sources:
+            other = source.manifest
+            if (other.gamma_max, other.max_new_tokens, other.settings) != (
+                first.gamma_max,
+                first.max_new_tokens,
+                first.settings,
+            ):
+                raise SpecKVError(f"{source.path}: recorded with other settings than {sources[0].path}")
+            for rollout in source:
+                if (key := (rollout.id, rollout.compression)) in seen:
+                    raise SpecKVError(f"{source.path}: {key[0]} at {key[1]} stands in two of the datasets")
+                seen.add(key)
+                groups.setdefault(rollout.compression, []).append(rollout)
+        if not seen:
+            raise SpecKVError(f"{sources[0].path}: holds no sequence; record some first")
+        for compression, rollouts in groups.items():
+            _write_shard(path / f"{compression}.parquet", sorted(rollouts, key=lambda r: r.id))
+        # The manifest comes last: a folder without one is not a dataset.
+        write_json(path / "manifest.json", first.to_json())
+        return cls(path)
+
+
+def _write_shard(path: pathlib.Path, rollouts: Sequence[Rollout]) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table = pa.Table.from_pylist([_to_row(rollout) for rollout in rollouts], schema=_schema())
+    write_atomically(
+        path, lambda partial: parquet.write_table(table, partial, compression="zstd", compression_level=15)
+    )
+
+
+def _read_shard(path: pathlib.Path) -> Iterator[Rollout]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        file = parquet.ParquetFile(path)
+        metadata = file.schema_arrow.metadata or {}
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise SpecKVError(f"{path}: not a readable Parquet file ({reason}); delete it and record again") from None
+    if metadata.get(b"format") != FORMAT.encode():
+        raise SpecKVError(f"{path}: is Parquet but not of the format {FORMAT}; move it out of the dataset")
+    if int(metadata.get(b"schema_version", b"0")) > SCHEMA_VERSION:
+        raise SpecKVError(
+            f"{path}: schema version {metadata[b'schema_version'].decode()} is newer than "
+            f"{SCHEMA_VERSION}, the newest that this speckv reads; upgrade speckv"
+        )
+    if missing := set(_schema().names) - set(file.schema_arrow.names):
+        raise SpecKVError(f"{path}: the column {sorted(missing)[0]} is missing; record it again")
+    try:
+        number = 0
+        for batch in file.iter_batches(batch_size=64):
+            for row in batch.to_pylist():
+                yield _from_row(row, where=f"{path}: row {number}")
+                number += 1
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise SpecKVError(f"{path}: cannot be read to its end ({reason}); delete it and record again") from None
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Recorded sequences as dense arrays: S sequences, at most T positions, G = gamma_max.
+
+    Attributes:
+        manifest: what the sequences have in common.
+        ids, tasks, compressions: (S,) strings.
+        prompt_lengths, lengths: (S,) tokens of the prompt and of the path.
+        tokens, draft_tokens: (S, T) token ids; 0 past the end.
+        run: (S, T + 1) how many consecutive proposals from a position on are right.
+        limit: (S, T + 1) how many tokens a step that starts at a position can draft: bounded by G, by the
+            budget (the bonus token must fit), and by an end-of-sequence token in the draft.
+        signals: name -> (S, T) float32.
+        off_signals: name -> (S, T, G - 1) float32, the draft's continuation after a wrong proposal.
+    """
+
+    manifest: Manifest
+    ids: npt.NDArray[np.str_]
+    tasks: npt.NDArray[np.str_]
+    compressions: npt.NDArray[np.str_]
+    prompt_lengths: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int32]
+    draft_tokens: npt.NDArray[np.int32]
+    run: npt.NDArray[np.int64]
+    limit: npt.NDArray[np.int64]
+    signals: dict[str, npt.NDArray[np.float32]]
+    off_signals: dict[str, npt.NDArray[np.float32]]
+
+    @property
+    def gamma_max(self) -> int:
+        return self.manifest.gamma_max
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @classmethod
+    def from_sequences(cls, sequences: Sequence[Rollout], manifest: Manifest, where: str = "traces") -> Self:
+        """Lay sequences out as dense arrays, and work out `run` and `limit`."""
+        if not sequences:
+            raise SpecKVError(f"{where}: holds no sequence; record some first")
+        count, gamma_max = len(sequences), manifest.gamma_max
+        length = max(len(s.tokens) for s in sequences)
+        tokens = np.zeros((count, length), dtype=np.int32)
+        draft_tokens = np.zeros((count, length), dtype=np.int32)
+        run = np.zeros((count, length + 1), dtype=np.int64)
+        limit = np.zeros((count, length + 1), dtype=np.int64)
+        signals = {n: np.zeros((count, length), dtype=np.float32) for n in DRAFT_SIGNALS | TARGET_SIGNALS}
+        off_signals = {n: np.zeros((count, length, gamma_max - 1), dtype=np.float32) for n in DRAFT_SIGNALS}
+        for row, sequence in enumerate(sequences):
+            size = len(sequence.tokens)
+            if size > manifest.max_new_tokens or sequence.off_lengths.max() > gamma_max - 1:
+                raise SpecKVError(
+                    f"{where}: {sequence.id} at {sequence.compression} is longer than its manifest "
+                    "allows; record it again"
+                )
+            tokens[row, :size] = sequence.tokens
+            draft_tokens[row, :size] = sequence.draft_tokens
+            for name, values in sequence.signals.items():
+                signals[name][row, :size] = values
+            kept = np.arange(gamma_max - 1) < sequence.off_lengths[:, None]
+            for name, values in sequence.off_signals.items():
+                off_signals[name][row, :size][kept] = values
+            right = sequence.draft_tokens == sequence.tokens
+            for position in reversed(range(size)):
+                run[row, position] = run[row, position + 1] + 1 if right[position] else 0
+                wrong = position + run[row, position]  # the first wrong proposal, or the end of the path
+                drafted = run[row, position] + (1 + sequence.off_lengths[wrong] if wrong < size else 0)
+                limit[row, position] = min(gamma_max, manifest.max_new_tokens - position - 1, drafted)
+        return cls(
+            manifest=manifest,
+            ids=np.array([s.id for s in sequences]),
+            tasks=np.array([s.task for s in sequences]),
+            compressions=np.array([s.compression for s in sequences]),
+            prompt_lengths=np.array([len(s.prompt_tokens) for s in sequences]),
+            lengths=np.array([len(s.tokens) for s in sequences]),
+            tokens=tokens,
+            draft_tokens=draft_tokens,
+            run=run,
+            limit=limit,
+            signals=signals,
+            off_signals=off_signals,
+        )
+
+    def take(self, rows: npt.ArrayLike) -> Self:
+        """The sequences at `rows`: indices (repetition allowed) or a (S,) boolean mask."""
+        index = np.asarray(rows)
+        changed: dict[str, Any] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, np.ndarray):
+                changed[item.name] = value[index]
+            elif isinstance(value, dict):
+                changed[item.name] = {name: array[index] for name, array in value.items()}
+        return type(self)(manifest=self.manifest, **changed)
+
+    def drafted_signal(
+        self, name: str, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], index: npt.ArrayLike
+    ) -> npt.NDArray[np.float32]:
+        """Signal `name` of the draft's token number `index` (0 is the first) in steps that start at `positions`.
+
+        Args:
+            rows, positions: (n,) sequence and start position of each step.
+            index: scalar or (n,), each below the step's `limit`.
+
+        Returns:
+            (n,) float32: from the path up to the first wrong proposal, from the recorded continuation behind it.
+        """
+        right = self.run[rows, positions]
+        on_path = np.minimum(index, right)
+        behind = np.asarray(index) - right - 1
+        position = np.minimum(positions + on_path, self.tokens.shape[1] - 1)
+        value: npt.NDArray[np.float32] = self.signals[name][rows, position]
+        if self.gamma_max == 1 or (behind < 0).all():
+            return value
+        off = self.off_signals[name][rows, position, np.maximum(behind, 0)]
+        return np.asarray(np.where(behind < 0, value, off))
