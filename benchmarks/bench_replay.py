@@ -8,12 +8,14 @@ import time
 import numpy as np
 import pytest
 
-from speckv import Policy, Rollouts, replay
+from speckv import Features, Outcome, Policy, Rollouts, replay
+from speckv.compression import COMPRESSIONS
 from speckv.costs import CostModel, StepCosts
 from speckv.plugins import policy_class
 from speckv.shipped import shipped_costs, shipped_traces
 
 SEQUENCES = 10_000
+PAPER_SIGNALS = ("last_mean_entropy", "last_max_entropy", "last_mean_top1", "last_min_top1")
 #: What the project promises on a machine with two cores, steps per second.
 PROMISED = {"fixed": 1_000_000, "mlp": 200_000}
 
@@ -45,10 +47,47 @@ def test_replay(benchmark, capsys, recorded: Rollouts, costs: CostModel, name: s
 
 
 def plain_loop(policy: Policy, traces: Rollouts, costs: CostModel) -> int:
-    """Decode one sequence after the other, one step after the other; only the decisions are the policy's own."""
+    """What one would write without arrays: one sequence after the other, one step after the other.
+
+    For policies that decide before the step, with the features of the paper's predictor at most; the others are
+    replayed one sequence at a time.
+    """
+    if policy.kind != "before" or not set(policy.features) <= {*PAPER_SIGNALS, "compression"}:
+        return sum(len(replay(policy, traces.take([row]), costs).gamma) for row in range(len(traces)))
     steps = 0
     for row in range(len(traces)):
-        steps += len(replay(policy, traces.take([row]), costs).gamma)
+        compression = str(traces.compressions[row])
+        draft, verify = costs.draft.table(130, 600).tolist(), costs.verify[compression].table(17, 600).tolist()
+        run, limit = traces.run[row].tolist(), traces.limit[row].tolist()
+        signals = {name: traces.signals[name][row].tolist() for name in ("draft_entropy", "draft_top1")}
+        off = {name: traces.off_signals[name][row].tolist() for name in signals}
+        state, position, lag, seconds = policy.new_state(1), 0, 1, 0.0
+        features = dict.fromkeys(PAPER_SIGNALS, 0.0) | {"compression": float(list(COMPRESSIONS).index(compression))}
+        while position < traces.lengths[row]:
+            known = Features({name: np.array([value]) for name, value in features.items()}, 1, "before")
+            chosen = int(np.asarray(policy.choose_gamma(known, state)).reshape(-1)[0])
+            gamma = min(chosen, limit[position])
+            accepted = min(gamma, run[position])
+            context = int(traces.prompt_lengths[row]) + position
+            seconds += verify[gamma + 1][context] + (
+                draft[lag][context] + (gamma - 1) * draft[1][context] if gamma else 0
+            )
+            if gamma:
+                wrong = position + run[position]
+                seen = {
+                    name: [
+                        values[position + j] if j <= run[position] else off[name][wrong][j - run[position] - 1]
+                        for j in range(gamma)
+                    ]
+                    for name, values in signals.items()
+                }
+                entropy, top1 = seen["draft_entropy"], seen["draft_top1"]
+                features["last_mean_entropy"], features["last_max_entropy"] = sum(entropy) / gamma, max(entropy)
+                features["last_mean_top1"], features["last_min_top1"] = sum(top1) / gamma, min(top1)
+            policy.observe(Outcome(np.array([gamma]), np.array([accepted]), np.array([seconds])), state)
+            lag = (2 if accepted == gamma else 1) if gamma else lag + 1
+            position += accepted + 1
+            steps += 1
     return steps
 
 

@@ -419,3 +419,57 @@ def traces_merge(sources: tuple[pathlib.Path, ...], out: pathlib.Path) -> None:
 
     TraceDataset.merge([TraceDataset(source) for source in sources], out)
     click.echo(f"{out}: written")
+
+
+@main.group("costs")
+def costs_group() -> None:
+    """Look at cost models, and fit one to published timings."""
+
+
+@costs_group.command("fit")
+@click.argument("path", type=click.Path(path_type=pathlib.Path))
+@click.option("--name", required=True, help="Short name for tables.")
+@click.option("--source", required=True, help="Where the timings were published.")
+@click.option(
+    "--stand-in",
+    "stand_ins",
+    multiple=True,
+    metavar="OTHER=TIMED",
+    help="Use the timings of one compression for another that was not timed.",
+)
+@click.option("--out", required=True, type=click.Path(path_type=pathlib.Path, dir_okay=False))
+def costs_fit(path: pathlib.Path, name: str, source: str, stand_ins: tuple[str, ...], out: pathlib.Path) -> None:
+    """Fit a cost model to a CSV of timed runs: compression, gamma, num_steps, elapsed_sec."""
+    from speckv.compression import check_compression
+    from speckv.costs import fit_costs
+
+    alias = {}
+    for text in stand_ins:
+        other, _, timed = text.partition("=")
+        alias[check_compression(other)] = check_compression(timed)
+    if out.exists():
+        raise SpecKVError(f"{out}: exists already; choose another file")
+    model = fit_costs(path, name, source, alias)
+    model.save(out)
+    click.echo(f"{out}: written; held-out {model.provenance['held_out']}")
+
+
+@costs_group.command("show")
+@click.argument("paths", nargs=-1, type=click.Path(path_type=pathlib.Path))
+def costs_show(paths: tuple[pathlib.Path, ...]) -> None:
+    """Show cost models (by default those that ship with speckv) as tables of milliseconds."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from speckv.costs import CostModel
+    from speckv.shipped import shipped_costs
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for model in [CostModel.load(path) for path in paths] or shipped_costs():
+        tokens = (1, 2, 3, 4, 5, 7, 9, 13, 17)
+        table = Table("forward", *(str(n) for n in tokens), title=f"{model.name}: ms by tokens, context 256")
+        for name, timings in {"draft": model.draft, **{f"verify {c}": t for c, t in model.verify.items()}}.items():
+            table.add_row(name, *(f"{1000 * timings.at(n, 256):.1f}" for n in tokens))
+        console.print(table)
+        for key, value in model.provenance.items():
+            console.print(f"{key}: {value}", style="dim", highlight=False)

@@ -191,3 +191,73 @@ class StepCosts:
         first = self._draft[lags, contexts]
         drafting = np.where(forwards > 0, first + (forwards - 1) * self._draft[1, contexts], 0.0)
         return np.asarray(verify + drafting + self._overhead)
+
+
+def fit_costs(path: str | pathlib.Path, name: str, source: str, alias: dict[str, str] | None = None) -> CostModel:
+    """Fit a cost model to the total times of runs that each played one gamma throughout.
+
+    Least squares on seconds = steps * (gamma * draft + verify of the compression). Such totals can't tell a
+    dependence on context length, nor one of verify on the number of tokens: both are taken to be flat.
+
+    Args:
+        path: CSV with the columns `compression, gamma, num_steps, elapsed_sec`, one row a run.
+        name: of the cost model.
+        source: where the timings were published.
+        alias: compressions that were not timed -> those whose timings stand in for them.
+
+    Raises:
+        SpecKVError: a column is missing, a row is not a number, or the fit gives a time that is not positive.
+    """
+    import csv
+
+    path = pathlib.Path(path)
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecKVError(f"{path}: not a readable CSV file ({error})") from None
+    if missing := {"compression", "gamma", "num_steps", "elapsed_sec"} - set(rows[0] if rows else {}):
+        raise SpecKVError(f"{path}: the column {sorted(missing)[0]} is missing; expected one row a timed run")
+    names = sorted({row["compression"] for row in rows})
+    inputs, seconds = np.zeros((len(rows), 1 + len(names))), np.zeros(len(rows))
+    for number, row in enumerate(rows):
+        try:
+            steps = float(row["num_steps"])
+            inputs[number, 0] = steps * float(row["gamma"])
+            inputs[number, 1 + names.index(row["compression"])] = steps
+            seconds[number] = float(row["elapsed_sec"])
+        except (TypeError, ValueError) as error:
+            raise SpecKVError(f"{path}: row {number + 2}: {error}; mend or remove that row") from None
+
+    def solve(rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+        return np.asarray(np.linalg.lstsq(inputs[rows], seconds[rows], rcond=None)[0])
+
+    draft, *verify = (float(value) for value in solve(np.ones(len(rows), dtype=bool)))
+    if min(draft, *verify) <= 0:
+        raise SpecKVError(
+            f"{path}: the fit gives a forward that takes no time; play several gammas at each compression"
+        )
+    predicted = np.zeros(len(rows))
+    for fold in range(5):
+        held_out = np.arange(len(rows)) % 5 == fold
+        predicted[held_out] = inputs[held_out] @ solve(~held_out)
+
+    def flat(value: float) -> Timings:
+        return Timings(np.array([1]), np.array([0]), np.array([[value]]))
+
+    timings = {compression: flat(value) for compression, value in zip(names, verify, strict=True)}
+    for other, timed in (alias or {}).items():
+        if timed not in timings:
+            raise SpecKVError(f"{path}: {timed} was not timed, so it can't stand in for {other}")
+        timings[other] = timings[timed]
+    provenance = {
+        "source": source,
+        "fit": "least squares on seconds = steps * (gamma * draft + verify), flat in tokens and context",
+        "stand_ins": alias or {},
+        "held_out": {
+            "runs": len(rows),
+            "median_relative_error": float(np.median(np.abs(predicted - seconds) / seconds)),
+            "total_ratio": float(predicted.sum() / seconds.sum()),
+        },
+    }
+    return CostModel(name, flat(draft), timings, provenance=provenance)

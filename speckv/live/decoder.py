@@ -230,10 +230,10 @@ class _Decoding:
                 if self.draws and not self._agrees("draw_token", index, signals):
                     break
                 tokens += unseen
+                if index == limit or tokens[-1] in self.eos_ids:
+                    break
                 if self.keeps and not self._agrees("keep_drafting", index, signals):
                     break
-            if tokens[-1] in self.eos_ids:
-                break
         with clock.measure("controller"):
             of_draft = self._signals_of_draft(logits, signals) if self.tracker.draft_signals and tokens else {}
         return _Draft(tokens, len(logits), lag, of_draft)

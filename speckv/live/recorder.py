@@ -36,10 +36,16 @@ def record(
     """
     manifest = dataset.manifest
     left = [prompt for prompt in prompts if not dataset.has(prompt.id, pair.compression)]
+    others: dict[str, list[Rollout]] = {}
+    for rollout in dataset:
+        others.setdefault(rollout.id, []).append(rollout)
     if batch_size > 1:  # prompts of similar length share a batch, so that little of it is padding
         left.sort(key=lambda prompt: len(chat_tokens(pair.tokenizer, prompt.text)))
     for start in range(0, len(left), batch_size):
-        recording = _Recording(pair, left[start : start + batch_size], manifest.gamma_max, manifest.max_new_tokens)
+        batch = left[start : start + batch_size]
+        recording = _Recording(pair, batch, manifest.gamma_max, manifest.max_new_tokens)
+        for prompt, path in zip(batch, recording.paths, strict=True):
+            path.others = others.get(prompt.id, [])
         for rollout in recording.run():
             dataset.add(rollout)
             yield rollout
@@ -144,6 +150,25 @@ class _Path:
     ended: bool = False
     #: position of a wrong proposal -> the draft's continuation behind it, and its signals
     branches: dict[int, tuple[list[int], dict[str, list[float]]]] = field(default_factory=dict)
+    #: recordings of the same prompt at other compressions of the target, with the same draft
+    others: list[Rollout] = field(default_factory=list)
+
+    def copy_known_branches(self) -> None:
+        """Take over continuations that the draft has been asked for already.
+
+        The draft knows nothing of the target behind the path, so that behind the same tokens it goes on as it did.
+        """
+        for other in self.others:
+            ends = np.cumsum(other.off_lengths)
+            for position, (token, proposal) in enumerate(zip(self.tokens, self.draft_tokens, strict=True)):
+                if position >= len(other.tokens) or other.draft_tokens[position] != proposal:
+                    break
+                if (length := other.off_lengths[position]) and proposal != token:
+                    part = slice(ends[position] - length, ends[position])
+                    signals = {name: values[part].tolist() for name, values in other.off_signals.items()}
+                    self.branches[position] = (other.off_tokens[part].tolist(), signals)
+                if other.tokens[position] != token:
+                    break
 
 
 class _Recording:
@@ -194,11 +219,13 @@ class _Recording:
 
     def _follow_branches(self, draft: _BatchedModel) -> None:
         """Draft on behind every wrong proposal: up to gamma_max - 1 tokens, the budget, or an end token."""
+        for path in self.paths:
+            path.copy_known_branches()
         wrong = [
             (row, position, room)
             for row, path in enumerate(self.paths)
             for position, (token, proposal) in enumerate(zip(path.tokens, path.draft_tokens, strict=True))
-            if proposal != token and proposal not in self.pair.eos_ids
+            if proposal != token and proposal not in self.pair.eos_ids and position not in path.branches
             if (room := min(self.gamma_max - 1, self.max_new_tokens - 2 - position)) > 0
         ]
         for start in range(0, len(wrong), self.BRANCHES):
