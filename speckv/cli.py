@@ -18,6 +18,9 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            click.echo(f"speckv: error: {' '.join(error.format_message().split())}", err=True)
+            ctx.exit(2)
         except SpecKVError as error:
             click.echo(f"speckv: error: {error}", err=True)
             ctx.exit(2)

@@ -19,8 +19,8 @@ class Timings:
     """Seconds of a forward, measured on a grid.
 
     Between grid points the seconds are interpolated linearly, beyond the last number of tokens they go on at
-    the slope of the last two, and outside the measured context lengths the nearest one holds. A staircase in
-    the number of tokens stays as it was measured.
+    the slope of the last two (never falling), and outside the measured context lengths the nearest one holds.
+    A staircase in the number of tokens stays as it was measured.
 
     Attributes:
         tokens: (n,) tokens of the forward, increasing.
@@ -39,7 +39,7 @@ class Timings:
         counts = np.arange(1, max_tokens + 1)
         by_tokens = np.stack([np.interp(counts, self.tokens, column) for column in self.seconds.T], axis=1)
         if len(self.tokens) > 1:
-            slope = (self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2])
+            slope = np.maximum((self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2]), 0.0)
             beyond = np.maximum(counts - self.tokens[-1], 0)
             by_tokens = by_tokens + beyond[:, None] * slope
         contexts = np.arange(max_context + 1)
@@ -141,16 +141,20 @@ class CostModel:
                 "upgrade speckv"
             )
         try:
-            return cls(
-                name=value["name"],
+            model = cls(
+                name=str(value["name"]),
                 draft=Timings.from_json(value["draft"], f"{path}: draft"),
                 verify={name: Timings.from_json(t, f"{path}: verify {name}") for name, t in value["verify"].items()},
                 overhead=float(value["overhead"]),
                 controller={name: (float(s[0]), float(s[1])) for name, s in value["controller"].items()},
                 provenance=value["provenance"],
             )
+            durations = [model.overhead, *(seconds for pair in model.controller.values() for seconds in pair)]
+            if not all(np.isfinite(seconds) and seconds >= 0 for seconds in durations):
+                raise ValueError("overhead and controller seconds must be 0 or more")
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise SpecKVError(f"{path}: not a whole cost model ({error!r}); profile again") from None
+        return model
 
 
 class StepCosts:

@@ -181,7 +181,9 @@ class FeatureTracker:
 
     def before(self, rows: int) -> Features:
         """What is known before the draft of a step."""
-        self._now = {name: self._values[name] for name in self._before}
+        self._now = {name: self._values[name].view() for name in self._before}
+        for array in self._now.values():
+            array.flags.writeable = False  # what a policy does to its features must not change later steps
         return Features(self._now, rows, "before")
 
     def token(

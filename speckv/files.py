@@ -1,5 +1,6 @@
 """Files that appear whole or not at all (rule R6)."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -25,7 +26,8 @@ def write_atomically(path: pathlib.Path, write: Callable[[pathlib.Path], object]
     except OSError as error:
         raise SpecKVError(f"{path}: cannot be written ({error.strerror}); choose another place") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

@@ -7,6 +7,7 @@ import importlib.metadata
 import inspect
 import json
 import os
+import re
 import warnings
 from dataclasses import dataclass
 
@@ -82,6 +83,7 @@ def _collect(load: "functools.partial[object] | object", origin: str) -> dict[st
         if policy.name in found:
             raise SpecKVError(f"the policy {policy.name!r} is registered twice")
         check_features(policy.features)
+        policy()  # it must be possible to make one without arguments
         found[policy.name] = Registered(policy, origin)
 
     manager.hook.speckv_register_policies(register=register)
@@ -112,7 +114,7 @@ def make_policy(spec: str) -> Policy:
     cls = policy_class(name)
     known = inspect.signature(cls).parameters
     params = {}
-    for part in filter(None, text.split(",")):
+    for part in filter(None, re.split(r",(?=\w+=)", text)):
         key, _, value = part.partition("=")
         if key not in known:
             raise SpecKVError(f"policy {name!r} has no parameter {key!r}; it has {', '.join(known) or 'none'}")
@@ -120,4 +122,7 @@ def make_policy(spec: str) -> Policy:
             params[key] = json.loads(value)
         except json.JSONDecodeError:
             raise SpecKVError(f"policy {name!r}: the value of {key} is not a number or JSON: {value!r}") from None
-    return cls(**params)
+    try:
+        return cls(**params)
+    except (TypeError, ValueError) as error:
+        raise SpecKVError(f"policy {name!r} can't be made with {text}: {error}") from None

@@ -91,8 +91,15 @@ class Policy:
 
     @property
     def label(self) -> str:
-        """How tables call this instance: its name, unless its parameters belong there too."""
-        return self.name
+        """How tables and the command line call this instance: its name, and the parameters that are not the default."""
+        defaults = {name: parameter.default for name, parameter in inspect.signature(type(self)).parameters.items()}
+        changed = {name: value for name, value in self.get_params().items() if value != defaults[name]}
+        return ":".join(filter(None, [self.name, ",".join(f"{name}={value}" for name, value in changed.items())]))
+
+    @property
+    def required_gamma(self) -> int:
+        """The gamma that this instance was told to play, if it was; hosts with a smaller gamma_max refuse it."""
+        return 0
 
     @property
     def kind(self) -> str:
@@ -115,9 +122,21 @@ class Policy:
 class Clairvoyant(Policy):
     """A bound, not a policy: it looks at the recorded future. It can be replayed, never decoded live."""
 
-    def foresee(self, traces: "Rollouts", costs: "CostModel") -> IntArray:
-        """The gamma to play at each position, (S, T) integers."""
+    def foresee(self, traces: "Rollouts", costs: "CostModel") -> tuple[IntArray, IntArray]:
+        """The gamma to play at each position, (S, T) integers, and the draft forwards to spend: as many, or one
+        more for a distribution that nothing is drawn from."""
         raise TypeError(f"{type(self).__name__} must define foresee")
+
+
+def check_playable(policy: Policy, gamma_max: int) -> None:
+    """Raise SpecKVError if the policy is not fitted, or was told to play a larger gamma than its host can."""
+    if type(policy).fit is not Policy.fit and not policy.fitted:
+        raise SpecKVError(f"policy {policy.label!r} is not fitted; call its fit(traces, costs), or load a saved one")
+    if policy.required_gamma > gamma_max:
+        raise SpecKVError(
+            f"policy {policy.label!r} plays gamma {policy.required_gamma}, above the gamma_max of {gamma_max} here; "
+            "lower it, or record with a larger --gamma-max"
+        )
 
 
 def as_integers(values: npt.ArrayLike, rows: int, where: str) -> IntArray:
@@ -156,7 +175,7 @@ def save_policy(policy: Policy, path: str | pathlib.Path) -> None:
     path = pathlib.Path(path)
     if path.exists():
         raise SpecKVError(f"{path}: exists already; choose another folder")
-    arrays = {name: np.ascontiguousarray(array) for name, array in policy.fitted.items()}
+    arrays = {name: np.array(array, order="C") for name, array in policy.fitted.items()}
     write_atomically(path / "policy.safetensors", lambda partial: save_file(arrays, partial))
     write_json(
         path / "policy.json",

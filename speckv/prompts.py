@@ -37,7 +37,7 @@ def load_prompts(path: str | pathlib.Path) -> list[Prompt]:
     """
     path = pathlib.Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
         raise SpecKVError(f"{path}: no such prompt file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -71,6 +71,8 @@ def _parse(row: Any, number: int) -> Prompt:
         identifier, task, text = f"gsm8k-{number}", "math", row["question"]
     else:
         raise ValueError("none of the known keys")
+    if isinstance(row.get("turns"), str):
+        raise ValueError("turns must be a list")
     if not isinstance(text, str) or not text.strip():
         raise ValueError("the prompt text is empty")
     return Prompt(str(identifier), str(task), text)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from speckv.compression import COMPRESSIONS
 from speckv.costs import CostModel, StepCosts
 from speckv.features import BoolArray, Features, FeatureTracker, IntArray, When
-from speckv.policy import Clairvoyant, Outcome, Policy, State, as_booleans, as_integers
+from speckv.policy import Clairvoyant, Outcome, Policy, State, as_booleans, as_integers, check_playable
 from speckv.traces import Rollouts, TraceDataset
 
 
@@ -68,32 +68,37 @@ def replay(
         features: names of features that exist before the draft, to be kept for every step: what learners train on.
 
     Raises:
-        SpecKVError: the policy asks for an unknown feature or answers out of range, or the costs lack a
-            compression.
+        SpecKVError: the policy asks for an unknown feature, answers out of range or plays a larger gamma than was
+            recorded, or the costs lack a compression.
     """
     traces = traces.load() if isinstance(traces, TraceDataset) else traces
     if controller is None:
         controller = costs.controller.get(policy.name, (0.0, 0.0))
+    check_playable(policy, traces.gamma_max)
     if isinstance(policy, Clairvoyant):
-        policy, controller = _Plan(policy.foresee(traces, costs)), (0.0, 0.0)
+        policy, controller = _Plan(*policy.foresee(traces, costs)), (0.0, 0.0)
     return _Run(policy, traces, costs, controller, features).run()
 
 
 class _Plan(Policy):
-    """Plays a gamma that was fixed beforehand for each sequence and position."""
+    """Plays what was fixed beforehand for each sequence and position."""
 
     name = "plan"
-    features = ("position",)
+    features = ("position", "draft_index")
 
-    def __init__(self, gammas: IntArray) -> None:
+    def __init__(self, gammas: IntArray, forwards: IntArray) -> None:
         super().__init__()
-        self.gammas = gammas
+        self.gammas, self.forwards = gammas, forwards
 
     def new_state(self, rows: int) -> State:
         return {"row": np.arange(rows)}
 
-    def choose_gamma(self, features, state):  # type: ignore[no-untyped-def]
-        return self.gammas[state["row"], features["position"].astype(np.int64)]
+    def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
+        return np.asarray(self.forwards[state["row"], features["position"].astype(np.int64)])
+
+    def draw_token(self, features: Features, state: State) -> npt.ArrayLike:
+        gammas = self.gammas[state["row"], features["position"].astype(np.int64)]
+        return np.asarray(features["draft_index"] <= gammas)
 
 
 class Session:
@@ -275,11 +280,9 @@ def measure_controller(policy: Policy, traces: Rollouts, costs: CostModel) -> tu
 class _Timed(Policy):
     """Passes every question on to another policy, and notes how long the answer took."""
 
-    name = "timed"
-
     def __init__(self, policy: Policy) -> None:
         super().__init__()
-        self.policy, self.features = policy, policy.features
+        self.policy, self.name, self.features = policy, policy.name, policy.features  # type: ignore[misc]
         self.before: list[float] = []
         self.inside: list[float] = []
 

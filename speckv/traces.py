@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from speckv.compression import COMPRESSIONS
 from speckv.errors import SpecKVError
 from speckv.files import read_json, write_atomically, write_json
 
@@ -104,10 +105,13 @@ class Manifest:
                 f"{path}: schema version {version} is newer than {SCHEMA_VERSION}, the newest that this "
                 "speckv reads; upgrade speckv"
             )
-        try:
-            return cls(value["gamma_max"], value["max_new_tokens"], value["settings"], value["provenance"])
-        except KeyError as error:
-            raise SpecKVError(f"{path}: the key {error} is missing; record or merge the dataset again") from None
+        for key in ("gamma_max", "max_new_tokens"):
+            if not isinstance(value.get(key), int) or value[key] < 1:
+                raise SpecKVError(f"{path}: {key} must be a whole number from 1; record or merge the dataset again")
+        for key in ("settings", "provenance"):
+            if not isinstance(value.get(key), dict):
+                raise SpecKVError(f"{path}: {key} must be a JSON object; record or merge the dataset again")
+        return cls(value["gamma_max"], value["max_new_tokens"], value["settings"], value["provenance"])
 
 
 def _schema() -> "pa.Schema":
@@ -153,6 +157,8 @@ def _from_row(row: dict[str, Any], where: str) -> Rollout:
             raise SpecKVError(f"{where}: {name} is not a finite number at position {position}; record it again")
         return values
 
+    if row["compression"] not in COMPRESSIONS:
+        raise SpecKVError(f"{where}: compression {row['compression']!r} is unknown; this speckv is older than the file")
     tokens, off_lengths, off_tokens = ids("tokens"), ids("off_lengths"), ids("off_tokens")
     if len(tokens) == 0 or not (len(ids("draft_tokens")) == len(off_lengths) == len(tokens)):
         raise SpecKVError(f"{where}: its columns have different lengths; record it again")
@@ -206,7 +212,8 @@ class TraceDataset:
                         f"{path}: holds a recording made with other {', '.join(differing)}; choose another folder"
                     )
             return dataset
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        leftover = path.is_dir() and all(file.name.endswith(".partial") for file in path.iterdir())
+        if path.exists() and not leftover:
             raise SpecKVError(f"{path}: exists and is not a trace dataset; choose another folder")
         write_json(path / "manifest.json", manifest.to_json())
         return cls(path)
@@ -233,7 +240,12 @@ class TraceDataset:
 
     def load(self) -> "Rollouts":
         """Read everything into dense arrays."""
-        return Rollouts.from_sequences(list(self), self.manifest, where=str(self.path))
+        sequences: dict[tuple[str, str], Rollout] = {}
+        for sequence in self:
+            if (key := (sequence.id, sequence.compression)) in sequences:
+                raise SpecKVError(f"{self.path}: {key[0]} at {key[1]} stands there twice; remove one of the two shards")
+            sequences[key] = sequence
+        return Rollouts.from_sequences(list(sequences.values()), self.manifest, where=str(self.path))
 
     @classmethod
     def merge(cls, sources: Sequence["TraceDataset"], path: str | pathlib.Path) -> Self:
@@ -292,9 +304,10 @@ def _read_shard(path: pathlib.Path) -> Iterator[Rollout]:
         raise SpecKVError(f"{path}: not a readable Parquet file ({reason}); delete it and record again") from None
     if metadata.get(b"format") != FORMAT.encode():
         raise SpecKVError(f"{path}: is Parquet but not of the format {FORMAT}; move it out of the dataset")
-    if int(metadata.get(b"schema_version", b"0")) > SCHEMA_VERSION:
+    version = metadata.get(b"schema_version", b"").decode()
+    if not version.isdigit() or int(version) > SCHEMA_VERSION:
         raise SpecKVError(
-            f"{path}: schema version {metadata[b'schema_version'].decode()} is newer than "
+            f"{path}: schema version {version} is newer than "
             f"{SCHEMA_VERSION}, the newest that this speckv reads; upgrade speckv"
         )
     if missing := set(_schema().names) - set(file.schema_arrow.names):

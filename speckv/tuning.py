@@ -33,18 +33,26 @@ def settle_rate(policy: Policy, traces: Rollouts, costs: CostModel, rounds: int 
 
     A step of `tokens` in `seconds` is worth tokens - rate * seconds, where rate is the throughput of the whole
     run; only then does the best step belong to the best run (Dinkelbach's method for ratios). Starts from no
-    speculation and leaves `policy.fitted["rate"]`, (number of known compressions,) tokens a second.
+    speculation and leaves the rate of the best round in `policy.fitted["rate"]`, (number of known compressions,)
+    tokens a second.
     """
+    context = int(traces.prompt_lengths.mean())
     rate = np.zeros(len(COMPRESSIONS))
     for code, name in enumerate(COMPRESSIONS):
         if name in costs.verify:
-            rate[code] = 1 / costs.verify[name].at(1, int(traces.prompt_lengths.mean()))
-    policy.fitted["rate"] = rate
+            rate[code] = 1 / costs.verify[name].at(1, context)
+    best_rate, best = rate.copy(), np.zeros(len(COMPRESSIONS))
     for _ in range(rounds):
+        policy.fitted["rate"] = rate
         run = replay(policy, traces, costs)
+        reached = rate.copy()
         for code, name in enumerate(COMPRESSIONS):
             if (mask := traces.compressions == name).any():
-                rate[code] = max(rate[code], run.tokens[mask].sum() / run.sequence_seconds[mask].sum())
+                reached[code] = run.tokens[mask].sum() / run.sequence_seconds[mask].sum()
+        better = reached > best
+        best_rate[better], best[better] = rate[better], reached[better]
+        rate = reached
+    policy.fitted["rate"] = best_rate
 
 
 def step_seconds(costs: CostModel, traces: Rollouts) -> tuple[float, FloatArray]:

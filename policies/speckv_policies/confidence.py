@@ -14,11 +14,11 @@ class Confidence(Policy):
     """Stops behind a drafted token whose probability is below a threshold; that token is still verified.
 
     Args:
-        threshold: probability in [0, 1]; 0 never stops.
-        cap: most tokens in a draft; 0 is no speculation.
+        threshold: probability in [0, 1]; 0 never stops. None for the fastest on the training prompts.
+        cap: most tokens in a draft; 0 is no speculation. None for the fastest on the training prompts.
 
-    `fit` replaces both, for each compression, by the fastest pair on the training prompts, so that this is the
-    tuned confidence rule that other adaptive policies have to beat.
+    What is None is tuned for each compression, which makes this the tuned confidence rule that other adaptive
+    policies have to beat.
     """
 
     name = "confidence"
@@ -31,17 +31,22 @@ class Confidence(Policy):
     THRESHOLDS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
     CAPS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 
-    def __init__(self, threshold: float = 0.4, cap: int = 20) -> None:
+    def __init__(self, threshold: float | None = None, cap: int | None = None) -> None:
         super().__init__()
         self.threshold, self.cap = threshold, cap
-        self.fitted = {"threshold": np.full(len(COMPRESSIONS), threshold), "cap": np.full(len(COMPRESSIONS), cap)}
+        if threshold is not None and cap is not None:
+            self.fitted = {"threshold": np.full(len(COMPRESSIONS), threshold), "cap": np.full(len(COMPRESSIONS), cap)}
 
     def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
-        candidates = [Confidence(threshold, cap) for cap in self.CAPS for threshold in self.THRESHOLDS]
-        best = fastest_by_compression(candidates, traces, costs)
+        if self.threshold is not None and self.cap is not None:
+            return self
+        thresholds = self.THRESHOLDS if self.threshold is None else (self.threshold,)
+        caps = self.CAPS if self.cap is None else (self.cap,)
+        candidates = [(threshold, cap) for cap in caps for threshold in (thresholds if cap > 1 else thresholds[:1])]
+        best = fastest_by_compression([Confidence(*candidate) for candidate in candidates], traces, costs)
         self.fitted = {
-            "threshold": np.array([candidates[index].threshold for index in best]),
-            "cap": np.array([candidates[index].cap for index in best]),
+            "threshold": np.array([candidates[index][0] for index in best]),
+            "cap": np.array([candidates[index][1] for index in best]),
         }
         return self
 

@@ -23,5 +23,9 @@ class Fixed(Policy):
     def label(self) -> str:
         return f"fixed-{self.gamma}"
 
+    @property
+    def required_gamma(self) -> int:
+        return self.gamma
+
     def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
         return self.gamma

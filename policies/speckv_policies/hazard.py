@@ -41,6 +41,8 @@ class Hazard(Policy):
 
     def __init__(self, regularisation: float = 1.0) -> None:
         super().__init__()
+        if regularisation <= 0:
+            raise ValueError(f"regularisation is {regularisation}; it must be above 0")
         self.regularisation = regularisation
 
     def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
@@ -149,7 +151,7 @@ def _training_tokens(
         next_right: (n,) whether the one behind it is the target's; False where it was not followed.
     """
     parts = []
-    for gamma in (2, traces.gamma_max):
+    for gamma in (min(2, traces.gamma_max), traces.gamma_max):
         run = replay(Fixed(gamma), traces, costs, features=_BEFORE)
         for index in range(traces.gamma_max):
             reach = traces.run[run.sequence, run.position], traces.limit[run.sequence, run.position]

@@ -39,7 +39,13 @@ class Mlp(Policy):
         self, gammas: tuple[int, ...] = (2, 4, 6, 8), hidden: int = 16, records: int = 4089, random_state: int = 42
     ) -> None:
         super().__init__()
+        if hidden < 1 or not gammas or min(gammas) < 0:
+            raise ValueError("hidden must be 1 or more, and gammas a list of numbers from 0")
         self.gammas, self.hidden, self.records, self.random_state = tuple(gammas), hidden, records, random_state
+
+    @property
+    def required_gamma(self) -> int:
+        return max(self.gammas)
 
     def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
         from sklearn.neural_network import MLPRegressor

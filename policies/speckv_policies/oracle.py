@@ -10,5 +10,6 @@ class Oracle(Clairvoyant):
     name = "oracle"
     source = "shortest path through the recorded sequence (speckv.oracle)"
 
-    def foresee(self, traces: Rollouts, costs: CostModel) -> IntArray:
-        return oracle(traces, costs).gammas
+    def foresee(self, traces: Rollouts, costs: CostModel) -> tuple[IntArray, IntArray]:
+        best = oracle(traces, costs)
+        return best.gammas, best.forwards

@@ -15,23 +15,26 @@ class PerfectJudge(Clairvoyant):
     nothing of the next one.
 
     Args:
-        cap: most tokens in a draft. `fit` replaces it by the fastest on the training prompts, for each compression.
+        cap: most tokens in a draft; None for the fastest on the training prompts, for each compression.
     """
 
     name = "perfect-judge"
     source = "reference between the baselines and the oracle; about what a policy without foresight can reach"
 
-    def __init__(self, cap: int = 16) -> None:
+    def __init__(self, cap: int | None = None) -> None:
         super().__init__()
         self.cap = cap
-        self.fitted = {"cap": np.full(len(COMPRESSIONS), cap)}
+        if cap is not None:
+            self.fitted = {"cap": np.full(len(COMPRESSIONS), cap)}
 
     def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
-        candidates = [PerfectJudge(cap) for cap in range(traces.gamma_max + 1)]
-        self.fitted = {"cap": fastest_by_compression(candidates, traces, costs)}
+        if self.cap is None:
+            candidates = [PerfectJudge(cap) for cap in range(traces.gamma_max + 1)]
+            self.fitted = {"cap": fastest_by_compression(candidates, traces, costs)}
         return self
 
-    def foresee(self, traces: Rollouts, costs: CostModel) -> IntArray:
+    def foresee(self, traces: Rollouts, costs: CostModel) -> tuple[IntArray, IntArray]:
         codes = {name: code for code, name in enumerate(COMPRESSIONS)}
         caps = self.fitted["cap"][[codes[name] for name in traces.compressions]]
-        return np.asarray(np.minimum(traces.run[:, :-1] + 1, caps[:, None]))
+        gammas = np.minimum(traces.run[:, :-1] + 1, caps[:, None])
+        return gammas, gammas

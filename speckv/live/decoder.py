@@ -19,7 +19,7 @@ from speckv.errors import SpecKVError
 from speckv.features import FeatureTracker, When, check_features
 from speckv.live.models import CachedModel, ModelPair
 from speckv.live.signals import draft_signals, target_signals
-from speckv.policy import Clairvoyant, Outcome, Policy, as_booleans, as_integers
+from speckv.policy import Clairvoyant, Outcome, Policy, as_booleans, as_integers, check_playable
 
 #: By name, in the precision of a recording, so that a replay rounds as the live decoder does.
 _Signals = Mapping[str, npt.NDArray[np.float32]]
@@ -86,6 +86,7 @@ class SpeculativeDecoder:
             raise SpecKVError(f"policy {policy.name!r} knows the future: replay it, it cannot decode live")
         if gamma_max < 0:
             raise SpecKVError(f"gamma_max is {gamma_max}; it must be 0 or more")
+        check_playable(policy, gamma_max)
         check_features(policy.features)
         if costs is None and "cost_ratio" in policy.features:
             raise SpecKVError(f"policy {policy.name!r} reads the feature 'cost_ratio': give the decoder a cost model")

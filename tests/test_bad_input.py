@@ -1,0 +1,365 @@
+"""Bad input on the command line: one line, exit code 2, and nothing written or changed (rule R6)."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from speckv.cli import main
+from speckv.errors import SpecKVError
+from speckv.plugins import SWITCH, make_policy
+from speckv.traces import TraceDataset
+
+from .synthetic import make_costs, make_sequences, write_dataset
+
+BUDGET = 12
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("made")
+    write_dataset(folder / "traces", make_sequences(prompts=6, budget=BUDGET), budget=BUDGET)
+    make_costs().save(folder / "costs.json")
+    (folder / "out.json").write_text("precious")
+    return folder
+
+
+@pytest.fixture
+def place(made, tmp_path, monkeypatch) -> pathlib.Path:
+    """A folder of its own with a good dataset, a good cost model and a file that must survive."""
+    monkeypatch.setenv(SWITCH, "")
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def snapshot(folder: pathlib.Path) -> dict[str, tuple[bytes, int]]:
+    return {
+        str(path.relative_to(folder)): (path.read_bytes() if path.is_file() else b"", path.stat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def refuse(folder: pathlib.Path, *command: object) -> str:
+    """Run a command that must fail as it should, and return what it said."""
+    before = snapshot(folder)
+    done = CliRunner().invoke(main, [str(part) for part in command])
+    assert done.exit_code == 2, f"{done.output}\n{done.exception!r}"
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("speckv: error: "), done.stderr
+    assert snapshot(folder) == before
+    return lines[0]
+
+
+def compare(place: pathlib.Path, *more: object, traces: str = "traces", costs: str = "costs.json") -> list[object]:
+    return ["compare", "--traces", place / traces, "--costs", place / costs, "--json", place / "out.json", "--plot",
+            place / "out.png", *more]  # fmt: skip
+
+
+def test_good_input_is_taken(place):
+    """The commands below fail for the fault that each plants, and for no other."""
+    command = compare(place, "--policy", "none", "--folds", 2)
+    done = CliRunner().invoke(main, [str(part) for part in command])
+    assert done.exit_code == 0, done.output
+    assert json.loads((place / "out.json").read_text())["cells"] and (place / "out.png").stat().st_size > 1000
+
+
+def some_shard(place: pathlib.Path) -> pathlib.Path:
+    return sorted((place / "traces").glob("*.parquet"))[1]
+
+
+def rewrite(shard: pathlib.Path, change) -> None:
+    from pyarrow import parquet
+
+    parquet.write_table(change(parquet.read_table(shard)), shard)
+
+
+def test_truncated_parquet(place):
+    shard = some_shard(place)
+    shard.write_bytes(shard.read_bytes()[:-200])
+    assert f"{shard}: not a readable Parquet file" in refuse(place, *compare(place))
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" * 5, b"not parquet at all"])
+def test_garbage_instead_of_parquet(content, place):
+    some_shard(place).write_bytes(content)
+    assert str(some_shard(place)) in refuse(place, *compare(place))
+
+
+@given(share=st.floats(0, 0.999))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_parquet_cut_anywhere(share, made, tmp_path):
+    folder = tmp_path / "cut"
+    if not folder.exists():
+        shutil.copytree(made / "traces", folder)
+    shard = sorted(folder.glob("*.parquet"))[1]
+    whole = sorted((made / "traces").glob("*.parquet"))[1].read_bytes()
+    shard.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(SpecKVError) as caught:
+        TraceDataset(folder).load()
+    assert str(shard) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_foreign_parquet(place):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"a": [1, 2]}), place / "traces" / "foreign.parquet")
+    assert "foreign.parquet: is Parquet but not of the format" in refuse(place, *compare(place))
+
+
+def test_newer_shard(place):
+    def newer(table):
+        return table.replace_schema_metadata(table.schema.metadata | {b"schema_version": b"2"})
+
+    rewrite(some_shard(place), newer)
+    line = refuse(place, *compare(place))
+    assert "schema version 2 is newer than 1" in line and "upgrade speckv" in line and str(some_shard(place)) in line
+
+
+def test_newer_manifest(place):
+    path = place / "traces" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 2}))
+    assert f"{path}: schema version 2 is newer than 1" in refuse(place, *compare(place))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": "speckv-rollout", "schema_version": 1}'])
+def test_bad_manifest(content, place):
+    path = place / "traces" / "manifest.json"
+    path.write_text(content)
+    assert str(path) in refuse(place, *compare(place))
+
+
+@pytest.mark.parametrize("value", [{"gamma_max": "16"}, {"gamma_max": 0}, {"max_new_tokens": None}])
+def test_manifest_with_a_nonsensical_value(value, place):
+    path = place / "traces" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | value))
+    assert str(path) in refuse(place, *compare(place))
+
+
+def test_a_column_is_missing(place):
+    rewrite(some_shard(place), lambda table: table.drop_columns(["draft_top1"]))
+    assert f"{some_shard(place)}: the column draft_top1 is missing" in refuse(place, *compare(place))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["draft_entropy", "target_margin", "off_draft_top1"])
+def test_a_signal_that_is_not_a_number(name, value, place):
+    def spoil(table):
+        import pyarrow as pa
+
+        (values,) = table[name].to_pylist()
+        values[-1] = value
+        column = pa.array([values], pa.list_(pa.float32()))
+        return table.set_column(table.schema.get_field_index(name), table.schema.field(name), column)
+
+    shards = [path for path in (place / "traces").glob("*.parquet")]
+    from pyarrow import parquet
+
+    shard = next(path for path in sorted(shards) if parquet.read_table(path)[name].to_pylist()[0])
+    rewrite(shard, spoil)
+    line = refuse(place, *compare(place))
+    assert f"{shard}: row 0: {name} is not a finite number at position" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("draft_tokens", "different lengths"), ("off_tokens", "do not add up"), ("draft_top2", "values for")],
+)
+def test_columns_that_do_not_fit_together(name, message, place):
+    sequence = next(s for s in make_sequences(prompts=6, budget=BUDGET) if len(s.off_tokens) > 1)
+    if name in sequence.signals:
+        changed = {"signals": sequence.signals | {name: sequence.signals[name][:-1]}}
+    else:
+        changed = {name: getattr(sequence, name)[:-1]}
+    TraceDataset(place / "traces").add(dataclasses.replace(sequence, **changed))
+    assert message in refuse(place, *compare(place))
+
+
+def test_missing_and_empty_traces(place):
+    assert "no such trace folder" in refuse(place, *compare(place, traces="nowhere"))
+    for shard in (place / "traces").glob("*.parquet"):
+        shard.unlink()
+    assert "holds no sequence" in refuse(place, *compare(place))
+    (place / "traces" / "manifest.json").unlink()
+    assert "manifest.json: no such file" in refuse(place, *compare(place))
+
+
+def test_traces_show_reads_to_the_end(place):
+    shard = some_shard(place)
+    shard.write_bytes(shard.read_bytes()[:300])
+    assert str(shard) in refuse(place, "traces", "show", place / "traces")
+
+
+def test_merge_writes_nothing(place):
+    line = refuse(place, "traces", "merge", place / "traces", place / "traces", "--out", place / "merged")
+    assert "stands in two of the datasets" in line
+    assert "exists already" in refuse(place, "traces", "merge", place / "traces", "--out", place / "traces")
+
+
+def test_a_sequence_at_an_unknown_compression_is_refused(place):
+    sequence = dataclasses.replace(make_sequences(prompts=1, budget=BUDGET)[0], compression="gptq")
+    TraceDataset(place / "traces").add(sequence)
+    assert "compression 'gptq' is unknown" in refuse(place, *compare(place))
+
+
+def test_a_sequence_at_an_unknown_compression_with_costs_is_refused(place):
+    sequence = dataclasses.replace(make_sequences(prompts=1, budget=BUDGET)[0], compression="gptq")
+    TraceDataset(place / "traces").add(sequence)
+    make_costs(compressions=["bf16", "nf4", "gptq"]).save(place / "costs.json")
+    assert "gptq" in refuse(place, *compare(place))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("fixd", "policy 'fixd' is unknown; did you mean 'fixed'?"),
+        ("hazzard", "did you mean 'hazard'?"),
+        ("qqqqqqqq", "the known ones are best-fixed, confidence"),
+        ("", "policy '' is unknown"),
+        ("fixed:gama=4", "policy 'fixed' has no parameter 'gama'; it has gamma"),
+        ("none:gamma=4", "policy 'none' has no parameter 'gamma'; it has none"),
+        ("fixed:gamma=four", "the value of gamma is not a number or JSON: 'four'"),
+        ("fixed:gamma", "the value of gamma is not a number or JSON: ''"),
+        ("fixed:gamma=-1", "choose_gamma returned -1"),
+        ("fixed:gamma=2.5", "choose_gamma must return integers"),
+        ('fixed:gamma="four"', "choose_gamma must return integers"),
+        ("heuristic:start=-3", "choose_gamma returned -3"),
+    ],
+)
+def test_policies(spec, message, place):
+    assert message in refuse(place, *compare(place, "--policy", spec, "--folds", 2))
+
+
+def test_a_policy_that_answers_nonsense_is_named(place):
+    line = refuse(place, *compare(place, "--policy", "heuristic:start=-3", "--folds", 2))
+    assert "heuristic.choose_gamma" in line
+
+
+@pytest.mark.parametrize("spec", ["hazard:regularisation=-1", "mlp:hidden=0", "mlp:gammas=3"])
+def test_policies_with_bad_values(spec, place):
+    line = refuse(place, *compare(place, "--policy", spec, "--folds", 2))
+    assert spec.split(":")[1].split("=")[0] in line
+
+
+def test_gamma_above_gamma_max(place):
+    line = refuse(place, *compare(place, "--policy", "fixed:gamma=99", "--folds", 2))
+    assert "99" in line and "gamma_max of 8" in line
+
+
+def test_gamma_up_to_gamma_max_is_taken():
+    assert make_policy("fixed:gamma=8").label == "fixed-8"
+
+
+def test_a_list_can_be_given():
+    assert make_policy("mlp:gammas=[2,4],hidden=8").get_params() == make_policy("mlp").get_params() | {
+        "gammas": (2, 4),
+        "hidden": 8,
+    }
+
+
+def test_the_same_policy_twice(place):
+    command = compare(place, "--policy", "heuristic:start=2", "--policy", "heuristic:start=2")
+    assert "two policies of the comparison are called heuristic:start=2" in refuse(place, *command)
+
+
+def test_more_folds_than_prompts(place):
+    assert "6 prompts, too few for 7 folds" in refuse(place, *compare(place, "--folds", 7))
+
+
+def test_picture_of_an_unknown_kind(place):
+    command = ["compare", "--traces", place / "traces", "--costs", place / "costs.json", "--plot", place / "a.gif"]
+    assert "a.gif: pictures are written as .png" in refuse(place, *command)
+
+
+def test_cost_models(place):
+    make_costs(compressions=["bf16"]).save(place / "less.json")
+    assert "cost model 'toy' has no timings for 'nf4', only for bf16" in refuse(
+        place, *compare(place, costs="less.json")
+    )
+    assert "no such file; expected a cost model" in refuse(place, *compare(place, costs="none.json"))
+    assert "two of the cost models are called 'toy'" in refuse(place, *compare(place, "--costs", place / "costs.json"))
+    (place / "bad.json").write_text('{"format": "speckv-costs", "schema_version": 1}')
+    assert "bad.json: not a whole cost model" in refuse(place, *compare(place, costs="bad.json"))
+    (place / "newer.json").write_text('{"format": "speckv-costs", "schema_version": 2}')
+    assert "schema version 2 is newer than 1" in refuse(place, *compare(place, costs="newer.json"))
+
+
+def test_a_file_where_a_folder_is_needed(place):
+    command = [
+        "compare",
+        "--traces",
+        place / "traces",
+        "--costs",
+        place / "costs.json",
+        "--policy",
+        "none",
+        "--folds",
+        2,
+    ]
+    assert "cannot be written" in refuse(place, *command, "--json", place / "out.json" / "cells.json")
+
+
+def record(place: pathlib.Path, prompts: str, compression: str = "bf16") -> list[object]:
+    return ["record", "--target", place / "no-model", "--draft", place / "no-model", "--compression", compression,
+            "--prompts", place / prompts, "--out", place / "recording"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "holds no prompt"),
+        (["", "  "], "holds no prompt"),
+        (['{"text": "hello"}'], ":1: not a prompt (none of the known keys)"),
+        (['{"id": 1, "task": "code", "prompt": "a"}', "", '{"id": 1, "task": "code", "prompt": "b"}'],
+         ":3: the id '1' stands in the file twice"),
+        (['{"id": 1, "task": "code", "prompt": "a"}', "{"], ":2: not a prompt"),
+        (['{"id": 1, "task": "code"}'], ":1: not a prompt"),
+        (['{"id": 1, "prompt": "a"}'], ":1: not a prompt ('task')"),
+        (['{"id": 1, "task": "code", "prompt": " "}'], "the prompt text is empty"),
+        (['{"id": 1, "task": "code", "turns": []}'], ":1: not a prompt"),
+        (["[1]"], "the line is not a JSON object"),
+    ],
+)  # fmt: skip
+def test_prompt_files(lines, message, place):
+    (place / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    line = refuse(place, *record(place, "prompts.jsonl"))
+    assert str(place / "prompts.jsonl") in line and message in line
+
+
+def test_prompt_files_that_cannot_be_read(place):
+    assert "no such prompt file" in refuse(place, *record(place, "none.jsonl"))
+    (place / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    assert "not readable as a prompt file" in refuse(place, *record(place, "binary.jsonl"))
+
+
+def test_unknown_compression(place):
+    (place / "prompts.jsonl").write_text('{"id": 1, "task": "code", "prompt": "a"}')
+    line = refuse(place, *record(place, "prompts.jsonl", "int3"))
+    assert "compression 'int3' is unknown; choose one of fp32, bf16" in line
+    command = ["profile", "--target", "x", "--draft", "y", "--compression", "int3", "--out", place / "new.json"]
+    assert "compression 'int3' is unknown" in refuse(place, *command)
+    command[-1] = place / "out.json"
+    assert "exists already" in refuse(place, *command)
+
+
+def test_the_real_process_exits_with_2(place):
+    before = snapshot(place)
+    done = subprocess.run(
+        [sys.executable, "-c", "from speckv.cli import main; main()", *map(str, compare(place, "--policy", "fixd"))],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        timeout=120,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "speckv: error: policy 'fixd' is unknown; did you mean 'fixed'?\n"
+    assert snapshot(place) == before

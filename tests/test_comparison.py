@@ -1,0 +1,231 @@
+"""Comparisons: statistics with known answers, folds, and what the table must hold."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speckv.comparison import REQUIRED, compare, holm
+from speckv.errors import SpecKVError
+from speckv.plugins import make_policy
+from speckv.policy import Policy
+from speckv.replaying import replay
+
+from .synthetic import make_costs, make_rollouts
+
+TIMES = {name: (1e-5, 1e-6) for name in ("none", "fixed", "best-fixed", "spy", "twin", "better", "parity")}
+
+
+def required() -> list[Policy]:
+    return [make_policy("fixed:gamma=4" if name == "fixed-4" else name) for name in REQUIRED]
+
+
+@pytest.fixture(scope="module")
+def traces():
+    return make_rollouts(prompts=15, budget=24)
+
+
+@pytest.fixture(scope="module")
+def costs():
+    return make_costs(controller=TIMES)
+
+
+def test_holm_known_values():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([0.2]) == [0.2]
+    assert holm([]) == []
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_lies_between_no_correction_and_bonferroni(p):
+    corrected = holm(p)
+    for raw, value in zip(p, corrected, strict=True):
+        assert raw <= value <= min(1.0, raw * len(p))
+    order = np.argsort(p, kind="stable")
+    assert (np.diff(np.array(corrected)[order]) >= 0).all()
+
+
+class Spy(Policy):
+    """Drafts nothing and notes what it was trained and tested on."""
+
+    name = label = "spy"
+
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+
+    def __deepcopy__(self, memo):
+        return Spy(self.log)
+
+    def fit(self, traces, costs, seed=0):
+        self.log.append((seed, traces))
+        self.fitted = {"calls": np.array(len(self.log))}
+        return self
+
+    def choose_gamma(self, features, state):
+        return 0
+
+
+@pytest.fixture(scope="module")
+def spied(traces, costs):
+    log: list = []
+    result = compare([*required(), Spy(log)], traces, [costs], folds=3, seed=11)
+    return result, log
+
+
+def test_every_prompt_is_held_out_once_at_all_its_compressions(spied, traces):
+    _, log = spied
+    everything = set(traces.ids)
+    held_out = []
+    for seed, train in log:
+        assert seed == 11
+        rest = everything - set(train.ids)
+        held_out.extend(rest)
+        assert len(train) == 2 * len(set(train.ids)), "a prompt is in training at one compression alone"
+    assert sorted(held_out) == sorted(everything) and len(log) == 3
+
+
+def test_folds_hold_each_task_in_equal_shares(spied):
+    for _, train in spied[1]:
+        tasks, counts = np.unique(train.tasks, return_counts=True)
+        assert len(tasks) == 3 and np.ptp(counts) <= 2  # 15 prompts: 5 of a task in 3 folds
+
+
+def test_few_prompts_of_a_task_are_compared_all_the_same():
+    few = make_rollouts(prompts=4, budget=12)
+    result = compare(required(), few, [make_costs(controller=TIMES)], folds=4)
+    assert {cell.policy for cell in result.cells} == set(REQUIRED)
+    with pytest.raises(SpecKVError, match="4 prompts, too few for 5 folds"):
+        compare(required(), few, [make_costs()], folds=5)
+
+
+def test_the_same_seed_gives_the_same_json(costs):
+    few = make_rollouts(prompts=9, budget=16)
+    texts = [json.dumps(compare(required(), few, [costs], folds=3, seed=seed).to_json()) for seed in (3, 3, 4)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_no_baseline_may_be_missing(name, traces, costs):
+    some = [policy for policy in required() if policy.label != name]
+    with pytest.raises(SpecKVError, match=f"lacks {name}"):
+        compare(some, traces, [costs])
+
+
+def test_two_policies_of_one_name_are_refused(traces, costs):
+    with pytest.raises(SpecKVError, match=r"two policies .* fixed-4"):
+        compare([*required(), make_policy("fixed")], traces, [costs])
+
+
+class Twin(type(make_policy("best-fixed"))):
+    """The baseline under another name."""
+
+    name = "twin"
+
+
+class Better(Policy):
+    """Stops behind a token that the draft was unsure of."""
+
+    name = "better"
+    features = ("draft_probability",)
+
+    def keep_drafting(self, features, state):
+        return features["draft_probability"] > 0.5
+
+
+class Parity(Policy):
+    """A constant gamma that differs between steps for no reason."""
+
+    name = "parity"
+    features = ("context_length",)
+
+    def choose_gamma(self, features, state):
+        return np.where(features["context_length"] % 2 == 0, 3, 5)
+
+
+def test_a_policy_that_is_the_baseline_gains_nothing(traces, costs):
+    cells = {
+        (cell.compression, cell.policy): cell for cell in compare([*required(), Twin()], traces, [costs], seed=1).cells
+    }
+    for compression in ("bf16", "nf4", "all"):
+        twin, base = cells[compression, "twin"], cells[compression, "best-fixed"]
+        assert twin.gain == base.gain == 0 and twin.gain_ci == (0.0, 0.0) and twin.p == 1.0
+        assert base.gain_ci is None and base.p is None
+        assert twin.throughput == base.throughput
+        assert twin.gap_closed == 0 and cells[compression, "oracle"].gap_closed == 1
+        assert cells[compression, "perfect-judge"].judge_gap_closed == 1
+
+
+def test_a_planted_gain_is_found_and_noise_is_not(traces):
+    right = traces.tokens == traces.draft_tokens
+    told = dataclasses.replace(
+        traces, signals=traces.signals | {"draft_top1": np.where(right, 0.9, 0.1).astype(np.float32)}
+    )
+    costs = make_costs(draft=0.01, stair=0.0, verify=0.08, controller=TIMES)
+    result = compare([*required(), Better(), Parity()], told, [costs])
+    cells = {cell.policy: cell for cell in result.cells if cell.compression == "all"}
+    better, parity = cells["better"], cells["parity"]
+    assert better.gain > 0.03 and better.p < 0.05 and better.gain_ci[0] > 0
+    assert parity.p > 0.05 and parity.gain_ci[0] < 0 < parity.gain_ci[1]
+    for cell in (better, parity):
+        assert cell.gain_ci[0] < cell.gain < cell.gain_ci[1]
+
+
+def test_cells_are_what_a_replay_says(traces, costs):
+    """Of a policy that learns nothing, the held-out steps together are all the steps."""
+    result = compare(required(), traces, [costs], seed=2)
+    run = replay(make_policy("fixed:gamma=4"), traces, costs)
+    cell = next(c for c in result.cells if (c.policy, c.compression) == ("fixed-4", "all"))
+    assert cell.throughput == pytest.approx(run.throughput)
+    assert cell.tokens_per_step == pytest.approx(traces.lengths.sum() / len(run.gamma))
+    np.testing.assert_allclose(cell.gamma_share, np.bincount(run.gamma, minlength=9) / len(run.gamma))
+    assert cell.decision_us == pytest.approx(1e6 * TIMES["fixed"][0])
+    switches = sum(int((np.diff(run.gamma[run.sequence == row]) != 0).sum()) for row in range(len(traces)))
+    assert cell.switches == pytest.approx(1000 * switches / len(run.gamma))
+    plain = next(c for c in result.cells if (c.policy, c.compression) == ("none", "nf4"))
+    assert plain.tokens_per_step == 1 and plain.gamma_share[0] == 1 and plain.switches == 0
+    assert plain.gain == pytest.approx(
+        plain.throughput
+        / next(c for c in result.cells if (c.policy, c.compression) == ("best-fixed", "nf4")).throughput
+        - 1
+    )
+
+
+def test_json_holds_what_is_documented(spied, traces):
+    value = json.loads(json.dumps(spied[0].to_json(), allow_nan=False))
+    assert value["format"] == "speckv-comparison" and value["schema_version"] == 1
+    keys = {"costs", "compression", "policy", "throughput", "gain", "gain_ci", "p", "gap_closed", "judge_gap_closed",
+            "tokens_per_step", "decision_us"}  # fmt: skip
+    for cell in value["cells"]:
+        assert keys <= cell.keys()
+        assert sum(cell["gamma_share"]) == pytest.approx(1) and len(cell["gamma_share"]) == traces.gamma_max + 1
+    for compression in ("bf16", "nf4", "all"):
+        found = [cell["policy"] for cell in value["cells"] if cell["compression"] == compression]
+        assert sorted(found) == sorted([*REQUIRED, "spy"])
+        rates = [cell["throughput"] for cell in value["cells"] if cell["compression"] == compression]
+        assert rates == sorted(rates, reverse=True) and rates[0] == max(rates)
+    for cell in value["cells"]:
+        assert (cell["p"] is None) == (cell["policy"] in {"best-fixed", "perfect-judge", "oracle"})
+    assert value["settings"]["seed"] == 11 and value["settings"]["folds"] == 3
+    assert value["settings"]["prompts"] == 15 and value["settings"]["tokens"] == int(traces.lengths.sum())
+
+
+def test_several_cost_models_are_told_apart(traces):
+    models = [make_costs(name="one", controller=TIMES), make_costs(name="dear", draft=1.0, controller=TIMES)]
+    cells = compare(required(), traces, models, folds=3).cells
+    assert {cell.costs for cell in cells} == {"one", "dear"}
+    share = {cell.costs: cell.gamma_share[0] for cell in cells if (cell.policy, cell.compression) == ("oracle", "all")}
+    assert share["dear"] == 1 > share["one"]
+
+
+def test_decision_times_that_costs_do_not_know_are_measured(traces, costs):
+    known = dataclasses.replace(costs, controller={name: times for name, times in TIMES.items() if name != "fixed"})
+    cells = compare(required(), traces, [known], folds=3).cells
+    fixed = next(cell for cell in cells if (cell.policy, cell.compression) == ("fixed-4", "all"))
+    assert 0 < fixed.decision_us < 1000 and fixed.decision_us != pytest.approx(1e6 * TIMES["fixed"][0])
+    bounds = [cell.decision_us for cell in cells if cell.policy in {"oracle", "perfect-judge"}]
+    assert bounds == [0.0] * len(bounds)
