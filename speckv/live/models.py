@@ -76,40 +76,28 @@ class Float32Linear(torch.nn.Module):
     Args:
         weight: (out, in) float32.
         bias: (out,) float32, or None.
-        int8_threshold: None, or the outlier threshold of LLM.int8(), whose rounding of the activations is then
-            repeated: each token's inputs below the threshold are rounded to 8 bits of their largest magnitude,
-            those above it stay as they are (Dettmers et al., 2022, as bitsandbytes computes one token).
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, int8_threshold: float | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
-        self.int8_threshold = int8_threshold
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        if self.int8_threshold is not None:
-            rows = _round_to_int8(rows, self.int8_threshold)
         # weight @ rows.T, not rows @ weight.T: twice as fast in MKL for the 2 to 20 rows of a verify forward.
-        out = (self.weight @ rows.T).T
+        out = (self.weight @ x.reshape(-1, x.shape[-1]).T).T
         if self.bias is not None:
             out = out + self.bias
         return out.reshape(*x.shape[:-1], -1)
-
-
-def _round_to_int8(rows: torch.Tensor, threshold: float) -> torch.Tensor:
-    outlier = rows.abs() >= threshold
-    inner = rows.masked_fill(outlier, 0.0)
-    scale = inner.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
-    return torch.where(outlier, rows, (inner / scale).round() * scale)
 
 
 def compute_in_float32(model: Any) -> Any:
     """Replace every linear layer by a `Float32Linear` with the stored values, and cast the rest to float32.
 
     For the results of a compressed model on a machine without fast kernels for it, and for recording: float32
-    results of several tokens in one forward and of one token at a time agree to rounding (rule R3).
+    results of several tokens in one forward and of one token at a time agree to rounding (rule R3). Under `int8`
+    the activations are therefore not rounded to 8 bits as LLM.int8() does: that step is discontinuous, and the last
+    bit of a sum would decide the text.
     """
     if getattr(model, "hf_quantizer", None) is not None:
         from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
@@ -119,15 +107,15 @@ def compute_in_float32(model: Any) -> Any:
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, Linear4bit):
-                weight, threshold = dequantize_4bit(layer.weight.data, layer.weight.quant_state), None
+                weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
             elif isinstance(layer, Linear8bitLt):
-                weight, threshold = int8_vectorwise_dequant(layer.weight.CB, layer.weight.SCB), 6.0
+                weight = int8_vectorwise_dequant(layer.weight.CB, layer.weight.SCB)
             elif isinstance(layer, torch.nn.Linear):
-                weight, threshold = layer.weight.data, None
+                weight = layer.weight.data
             else:
                 continue
             bias = None if layer.bias is None else layer.bias.data.float()
-            setattr(parent, name, Float32Linear(weight.float(), bias, threshold))
+            setattr(parent, name, Float32Linear(weight.float(), bias))
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             tensor.data = tensor.data.float()
