@@ -1,5 +1,6 @@
 """The command line. Each command imports what it needs when it runs, so that `--help` is quick."""
 
+import os
 import pathlib
 import shlex
 import sys
@@ -276,6 +277,7 @@ def compare(
 ) -> None:
     """Replay policies on held-out prompts and rank them in tokens per second."""
     from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     from speckv import tables
     from speckv.comparison import compare as compare_policies
@@ -286,14 +288,25 @@ def compare(
 
     if plot_path is not None and plot_path.suffix not in {".png", ".svg", ".pdf"}:
         raise SpecKVError(f"{plot_path}: pictures are written as .png, .svg or .pdf; choose one of these endings")
-    policies = _policies(policy_specs)
     traces = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
+    policies = _policies(policy_specs, traces.gamma_max)
     costs = [CostModel.load(path) for path in cost_paths] or shipped_costs()
     if twice := [model.name for model in costs if [m.name for m in costs].count(model.name) > 1]:
         raise SpecKVError(f"two of the cost models are called {twice[0]!r}; rename one")
     console = Console(width=None if sys.stdout.isatty() else 120)
-    with Console(stderr=True).status("comparing") as status:
-        result = compare_policies(policies, traces, costs, folds, seed, progress=status.update)
+    with Progress(
+        TextColumn("comparing"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as progress:
+        bar = progress.add_task("")
+        result = compare_policies(
+            policies, traces, costs, folds, seed, os.cpu_count() or 1,
+            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+        )  # fmt: skip
     for model in costs:
         for compression in [*sorted(set(traces.compressions.tolist())), "all"]:
             console.print(tables.leaderboard(result, model.name, compression))
@@ -304,12 +317,20 @@ def compare(
         tables.plot(result, plot_path)
 
 
-def _policies(specs: tuple[str, ...]) -> list[Any]:
-    """The policies that a user asked for, and the baselines and bounds of every comparison."""
+def _policies(specs: tuple[str, ...], gamma_max: int) -> list[Any]:
+    """The policies that a user asked for (by default all that can play), and the baselines and bounds of every
+    comparison."""
     from speckv.comparison import REQUIRED
     from speckv.plugins import make_policy, registry
 
     wanted = [make_policy(spec) for spec in (specs or registry().policies)]
+    if not specs:
+        for policy in [policy for policy in wanted if policy.required_gamma > gamma_max]:
+            wanted.remove(policy)
+            click.echo(
+                f"speckv: {policy.label} is left out: it needs a recording up to gamma {policy.required_gamma}",
+                err=True,
+            )
     labels = {policy.label for policy in wanted}
     required = [make_policy("fixed:gamma=4" if name == "fixed-4" else name) for name in REQUIRED]
     return wanted + [policy for policy in required if policy.label not in labels]

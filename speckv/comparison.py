@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import joblib
 import numpy as np
 import numpy.typing as npt
 
@@ -104,7 +105,8 @@ def compare(
     costs: Sequence[CostModel],
     folds: int = 5,
     seed: int = 0,
-    progress: Callable[[str], None] = lambda what: None,
+    jobs: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:
     """Cross-validate policies by prompt and compare their throughput.
 
@@ -118,7 +120,9 @@ def compare(
         folds: number of folds.
         seed: of the folds, the fits and the resampling. The same seed gives the same result, as long as `costs`
             knows the decision times of all policies; those it does not know are measured here.
-        progress: called with a few words before each fit.
+        jobs: processes to work in.
+        progress: called with how many policies have been fitted and replayed, and how many there are, counting each
+            cost model.
 
     Raises:
         SpecKVError: fewer prompts than folds, or a cost model lacks a compression.
@@ -130,13 +134,18 @@ def compare(
     if twice := [name for name in labels if labels.count(name) > 1]:
         raise SpecKVError(f"two policies of the comparison are called {twice[0]}; leave one out")
     fold_of = _folds(traces, folds, seed)
+    tasks = [(model, policy) for model in costs for policy in policies]
+    work = joblib.Parallel(n_jobs=jobs, return_as="generator")(
+        joblib.delayed(_held_out)(policy, traces, model, fold_of, folds, seed) for model, policy in tasks
+    )
+    results: dict[tuple[str, str], _Tally] = {}
+    for (model, policy), tally in zip(tasks, work, strict=True):
+        results[model.name, policy.label] = tally
+        progress(len(results), len(tasks))
+    bounds = {policy.label for policy in policies if isinstance(policy, Clairvoyant)}
     cells: list[Cell] = []
     for model in costs:
-        tallies = {}
-        for policy in policies:
-            progress(f"{policy.label} under {model.name}")
-            tallies[policy.label] = _held_out(policy, traces, model, fold_of, folds, seed)
-        bounds = {policy.label for policy in policies if isinstance(policy, Clairvoyant)}
+        tallies = {label: results[model.name, label] for label in labels}
         for compression in ("all", *np.unique(traces.compressions)):
             mask = np.ones(len(traces), dtype=bool) if compression == "all" else traces.compressions == compression
             cells.extend(_cells(model.name, str(compression), tallies, traces, mask, bounds, seed))

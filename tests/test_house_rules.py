@@ -50,7 +50,8 @@ def test_imports_nothing_heavy(code):
 
 
 UNSAFE = re.compile(
-    r"\b(c?[pP]ickle|dill|joblib|marshal|shelve)\b|torch\.(load|save)\(|allow_pickle|weights_only=False"
+    r"\b(c?[pP]ickle|dill|marshal|shelve)\b|joblib(\.| import )(load|dump)|torch\.(load|save)\(|allow_pickle"
+    r"|weights_only=False"
 )
 
 
