@@ -9,8 +9,9 @@ DEV := .venv/.installed-dev
 compare: $(CORE)  ## The leaderboard on the shipped recording.
 	$(BIN)/speckv compare
 
+# One thread for each of the processes: two of them with several threads each get in each other's way.
 test: $(DEV)
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
 
 lint: $(DEV)
 	$(BIN)/ruff check

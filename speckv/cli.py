@@ -103,8 +103,8 @@ def record(
     )
 
     from speckv.live.models import ModelPair, model_name
-    from speckv.live.recorder import machine
     from speckv.live.recorder import record as record_prompts
+    from speckv.machine import machine
     from speckv.traces import Manifest, TraceDataset
 
     pair = ModelPair.load(target, draft, compression, draft_compression, compute, draft_compute, device)
@@ -308,7 +308,8 @@ def compare(
             progress=lambda done, total: progress.update(bar, completed=done, total=total),
         )  # fmt: skip
     for model in costs:
-        for compression in [*sorted(set(traces.compressions.tolist())), "all"]:
+        compressions = sorted(set(traces.compressions.tolist()))
+        for compression in compressions if len(compressions) == 1 else [*compressions, "all"]:
             console.print(tables.leaderboard(result, model.name, compression))
     console.print(tables.LEGEND, style="dim")
     if json_path is not None:
@@ -476,6 +477,37 @@ def costs_fit(path: pathlib.Path, name: str, source: str, stand_ins: tuple[str, 
     model = fit_costs(path, name, source, alias)
     model.save(out)
     click.echo(f"{out}: written; held-out {model.provenance['held_out']}")
+
+
+@costs_group.command("time-policies")
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=pathlib.Path))
+@_TRACES
+def costs_time_policies(paths: tuple[pathlib.Path, ...], traces_path: pathlib.Path | None) -> None:
+    """Measure on this machine how long each policy's decisions take, and keep it in the cost models at PATHS.
+
+    With it, the same comparison gives the same result to the last digit.
+    """
+    import dataclasses
+
+    from speckv.costs import CostModel
+    from speckv.machine import machine
+    from speckv.plugins import registry
+    from speckv.policy import Clairvoyant
+    from speckv.replaying import measure_controller
+    from speckv.shipped import shipped_traces
+    from speckv.traces import TraceDataset
+
+    models = [CostModel.load(path) for path in paths]
+    data = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
+    times = {}
+    for name, entry in sorted(registry().policies.items()):
+        if not issubclass(entry.policy, Clairvoyant):
+            before, inside = measure_controller(entry.policy().fit(data, models[0]), data, models[0])
+            times[name] = (round(before, 7), round(inside, 7))
+            click.echo(f"{name}: {1e6 * before:.1f} µs before the step, {1e6 * inside:.1f} µs a drafted token")
+    for path, model in zip(paths, models, strict=True):
+        provenance = model.provenance | {"controller": {"source": "measured by speckv costs time-policies"} | machine()}
+        dataclasses.replace(model, controller=times, provenance=provenance).save(path)
 
 
 @costs_group.command("show")

@@ -269,7 +269,7 @@ class _Run:
 
 def measure_controller(policy: Policy, traces: Rollouts, costs: CostModel) -> tuple[float, float]:
     """Median seconds of a policy's decision before a step and of one inside the draft, for one sequence on this
-    machine, features included: what it costs a live decoder. Measured while replaying one sequence at a time.
+    machine: what it costs a live decoder, the signals not included. Measured while replaying one sequence at a time.
     """
     timed = _Timed(policy)
     for row in range(min(len(traces), 24)):

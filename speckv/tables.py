@@ -3,7 +3,7 @@
 import pathlib
 from typing import TYPE_CHECKING, Any
 
-from speckv.comparison import BASELINE, REQUIRED, Cell, Comparison
+from speckv.comparison import BASELINE, Cell, Comparison
 from speckv.files import write_atomically
 
 if TYPE_CHECKING:
@@ -67,6 +67,10 @@ LEGEND = (
 )
 
 
+#: Left edge of the pictures, as a gain.
+_LEFT = -0.3
+
+
 def plot(comparison: Comparison, path: pathlib.Path) -> None:
     """Draw the gain of each policy over the best fixed gamma, with its interval: one panel a compression and cost
     model, on one common scale."""
@@ -83,17 +87,15 @@ def plot(comparison: Comparison, path: pathlib.Path) -> None:
     )
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(costs), len(compressions), sharey=True, sharex=True, squeeze=False)
-    low = min(cell.gain for cell in cells if cell.policy not in REQUIRED or cell.policy == BASELINE)
-    high = max(cell.gain for cell in cells)
     for row, cost in enumerate(costs):
         for column, compression in enumerate(compressions):
             axis = axes[row][column]
             here = {c.policy: c for c in cells if (c.costs, c.compression) == (cost, compression)}
+            axis.set_xlim(100 * _LEFT, 100 * max(cell.gain for cell in cells) + 6)
             _panel(axis, [here[policy] for policy in order])
-            axis.set_title(f"{compression} · {cost} ({here[BASELINE].throughput:.3g} tok/s at best fixed)", fontsize=8)
-            axis.set_xlim(100 * max(low - 0.08, -0.8), 100 * (high + 0.06))
+            axis.set_title(f"{compression} · {cost} (best fixed: {here[BASELINE].throughput:.3g} tok/s)", fontsize=8)
     figure.supxlabel(
-        "gain in tokens per second over the best fixed gamma, held-out prompts, % (bars: 95 % interval)", fontsize=9
+        "gain in tokens per second over the best fixed gamma, %\n(held-out prompts; bars: 95 % interval)", fontsize=9
     )
     kind = path.suffix.lstrip(".") or "png"
     write_atomically(path, lambda partial: figure.savefig(partial, dpi=150, format=kind))
@@ -103,6 +105,10 @@ def _panel(axis: Any, cells: list[Cell]) -> None:
     for y, cell in enumerate(cells):
         bound = cell.policy in {"oracle", "perfect-judge"}
         color = "0.6" if bound else "black" if cell.policy == BASELINE else "tab:green" if cell.gain > 0 else "tab:red"
+        if cell.gain < _LEFT:  # beyond the edge, as plain decoding can be
+            axis.plot(100 * _LEFT, y, "<", color=color, markersize=5, clip_on=False)
+            axis.text(100 * _LEFT + 2, y, f"{100 * cell.gain:.0f} %", color=color, fontsize=7, va="center")
+            continue
         if cell.gain_ci is not None:
             axis.plot([100 * end for end in cell.gain_ci], [y, y], color=color, linewidth=2.5, solid_capstyle="butt")
         axis.plot(100 * cell.gain, y, "D" if bound else "o", color=color, markersize=4)

@@ -14,7 +14,7 @@ from speckv.errors import SpecKVError
 from speckv.features import Features
 from speckv.live.decoder import SpeculativeDecoder, Step, choose_greedily
 from speckv.live.models import CachedModel, ModelPair, chat_tokens
-from speckv.live.recorder import machine
+from speckv.machine import machine
 from speckv.policy import Policy, State
 from speckv.prompts import Prompt
 

@@ -2,8 +2,6 @@
 
 import copy
 import itertools
-import os
-import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,26 +47,6 @@ def record(
         for rollout in recording.run():
             dataset.add(rollout)
             yield rollout
-
-
-def machine() -> dict[str, Any]:
-    """This machine and the libraries that decide what a model computes and how fast, for the record."""
-    import transformers
-
-    name = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            name = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), name)
-    if torch.cuda.is_available():
-        name = f"{torch.cuda.get_device_name()} ({name})"
-    return {
-        "processor": name,
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
 
 
 class _BatchedModel:
