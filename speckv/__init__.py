@@ -24,10 +24,10 @@ _PUBLIC = {
     "TraceDataset": "speckv.traces",
     "compare": "speckv.comparison",
     "hookimpl": "speckv.hookspecs",
-    "load_policy": "speckv.policy",
+    "load_policy": "speckv.saving",
     "oracle": "speckv.bounds",
     "replay": "speckv.replaying",
-    "save_policy": "speckv.policy",
+    "save_policy": "speckv.saving",
 }
 __all__ = [
     "Clairvoyant",
@@ -57,8 +57,9 @@ if TYPE_CHECKING:
     from speckv.features import Features
     from speckv.hookspecs import hookimpl
     from speckv.live.decoder import SpeculativeDecoder
-    from speckv.policy import Clairvoyant, Outcome, Policy, State, load_policy, save_policy
+    from speckv.policy import Clairvoyant, Outcome, Policy, State
     from speckv.replaying import replay
+    from speckv.saving import load_policy, save_policy
     from speckv.traces import Rollouts, TraceDataset
 
 

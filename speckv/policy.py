@@ -1,7 +1,6 @@
 """The contract between a policy and everything that runs one."""
 
 import inspect
-import pathlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
 
 #: What a policy remembers of each sequence: arrays by name, each with one row a sequence.
 State = dict[str, npt.NDArray[Any]]
-
-FORMAT = "speckv-policy"
-SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -159,61 +155,3 @@ def as_booleans(values: npt.ArrayLike, rows: int, where: str) -> BoolArray:
     if array.shape not in {(), (rows,)}:
         raise SpecKVError(f"{where} must return one value a sequence, ({rows},), and returned shape {array.shape}")
     return np.broadcast_to(array, (rows,))
-
-
-def save_policy(policy: Policy, path: str | pathlib.Path) -> None:
-    """Write a policy as a folder of `policy.json` and `policy.safetensors`. No pickle is involved.
-
-    Raises:
-        SpecKVError: the folder exists already.
-    """
-    from safetensors.numpy import save_file
-
-    import speckv
-    from speckv.files import write_atomically, write_json
-
-    path = pathlib.Path(path)
-    if path.exists():
-        raise SpecKVError(f"{path}: exists already; choose another folder")
-    arrays = {name: np.array(array, order="C") for name, array in policy.fitted.items()}
-    write_atomically(path / "policy.safetensors", lambda partial: save_file(arrays, partial))
-    write_json(
-        path / "policy.json",
-        {
-            "format": FORMAT,
-            "schema_version": SCHEMA_VERSION,
-            "speckv": speckv.__version__,
-            "policy": policy.name,
-            "params": policy.get_params(),
-            "features": list(policy.features),
-        },
-    )
-
-
-def load_policy(path: str | pathlib.Path) -> Policy:
-    """Read a policy that `save_policy` wrote.
-
-    Raises:
-        SpecKVError: the folder is not a policy, is of a newer format, or its policy is not installed.
-    """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    from speckv.files import read_json
-    from speckv.plugins import policy_class
-
-    path = pathlib.Path(path)
-    value = read_json(path / "policy.json", "a saved policy")
-    if value.get("format") != FORMAT:
-        raise SpecKVError(f"{path / 'policy.json'}: is not a saved policy")
-    if not isinstance(version := value.get("schema_version"), int) or version > SCHEMA_VERSION:
-        raise SpecKVError(
-            f"{path / 'policy.json'}: schema version {version} is newer than {SCHEMA_VERSION}, the newest that this "
-            "speckv reads; upgrade speckv"
-        )
-    try:
-        policy = policy_class(value["policy"])(**value["params"])
-        policy.fitted = load_file(path / "policy.safetensors")
-    except (KeyError, TypeError, OSError, SafetensorError) as error:
-        raise SpecKVError(f"{path}: is not a whole saved policy ({error}); save it again") from None
-    return policy

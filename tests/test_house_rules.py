@@ -15,8 +15,8 @@ import speckv
 from speckv.errors import SpecKVError
 from speckv.features import FEATURES, TOKEN_SIGNALS
 from speckv.plugins import make_policy
-from speckv.policy import load_policy, save_policy
 from speckv.prompts import load_prompts
+from speckv.saving import load_policy, save_policy
 from speckv.traces import DRAFT_SIGNALS, TARGET_SIGNALS
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -117,7 +117,7 @@ def test_a_saved_policy_that_is_none(change, message, tmp_path):
 
 def test_a_saved_policy_is_not_overwritten(tmp_path):
     save_policy(make_policy("fixed:gamma=2"), tmp_path / "saved")
-    with pytest.raises(SpecKVError, match="exists already"):
+    with pytest.raises(SpecKVError, match="holds a policy already"):
         save_policy(make_policy("fixed:gamma=3"), tmp_path / "saved")
     assert load_policy(tmp_path / "saved").get_params() == {"gamma": 2}
     (tmp_path / "saved" / "policy.safetensors").unlink()

@@ -11,8 +11,9 @@ from speckv.compression import COMPRESSIONS
 from speckv.errors import SpecKVError
 from speckv.features import Features
 from speckv.plugins import make_policy, registry
-from speckv.policy import Outcome, Policy, load_policy, save_policy
+from speckv.policy import Outcome, Policy
 from speckv.replaying import replay
+from speckv.saving import load_policy, save_policy
 
 from .synthetic import dense, make_costs, make_rollouts, spelled
 

@@ -1,0 +1,67 @@
+"""Policies as files: JSON and safetensors, never pickle (rule R6)."""
+
+import pathlib
+
+import numpy as np
+
+import speckv
+from speckv.errors import SpecKVError
+from speckv.files import read_json, write_atomically, write_json
+from speckv.plugins import policy_class
+from speckv.policy import Policy
+
+FORMAT = "speckv-policy"
+SCHEMA_VERSION = 1
+
+
+def save_policy(policy: Policy, path: str | pathlib.Path) -> None:
+    """Write a policy as a folder of `policy.json` and `policy.safetensors`. No pickle is involved.
+
+    Raises:
+        SpecKVError: there is a policy already, or the folder cannot be written.
+    """
+    from safetensors.numpy import save_file
+
+    path = pathlib.Path(path)
+    if (path / "policy.json").exists():
+        raise SpecKVError(f"{path}: holds a policy already; choose another folder")
+    # policy.json comes last: a folder without it is no policy yet.
+    arrays = {name: np.array(array, order="C") for name, array in policy.fitted.items()}
+    write_atomically(path / "policy.safetensors", lambda partial: save_file(arrays, partial))
+    write_json(
+        path / "policy.json",
+        {
+            "format": FORMAT,
+            "schema_version": SCHEMA_VERSION,
+            "speckv": speckv.__version__,
+            "policy": policy.name,
+            "params": policy.get_params(),
+            "features": list(policy.features),
+        },
+    )
+
+
+def load_policy(path: str | pathlib.Path) -> Policy:
+    """Read a policy that `save_policy` wrote.
+
+    Raises:
+        SpecKVError: the folder is not a policy, is of a newer format, or its policy is not installed.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    path = pathlib.Path(path)
+    value = read_json(path / "policy.json", "a saved policy")
+    if value.get("format") != FORMAT:
+        raise SpecKVError(f"{path / 'policy.json'}: is not a saved policy")
+    if not isinstance(version := value.get("schema_version"), int) or version > SCHEMA_VERSION:
+        raise SpecKVError(
+            f"{path / 'policy.json'}: schema version {version} is newer than {SCHEMA_VERSION}, the newest that this "
+            "speckv reads; upgrade speckv"
+        )
+    try:
+        policy = policy_class(value["policy"])(**value["params"])
+        policy.fitted = load_file(path / "policy.safetensors")
+    except (KeyError, TypeError, OSError, SafetensorError) as error:
+        raise SpecKVError(f"{path}: is not a whole saved policy ({error}); save it again") from None
+    return policy
