@@ -1,9 +1,11 @@
 """The command line. Each command imports what it needs when it runs, so that `--help` is quick."""
 
+import contextlib
 import os
 import pathlib
 import shlex
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -16,15 +18,27 @@ _FOLDER = click.Path(path_type=pathlib.Path, file_okay=False)
 class _Commands(click.Group):
     """A group whose commands end with one line and exit code 2 on every error that a user can cause."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _one_line_errors():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _one_line_errors():
             return super().invoke(ctx)
-        except click.UsageError as error:
-            click.echo(f"speckv: error: {' '.join(error.format_message().split())}", err=True)
-            ctx.exit(2)
-        except SpecKVError as error:
-            click.echo(f"speckv: error: {error}", err=True)
-            ctx.exit(2)
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except click.exceptions.NoArgsIsHelpError:
+        raise  # a group without a command: click shows its help
+    except click.UsageError as error:
+        click.echo(f"speckv: error: {' '.join(error.format_message().split())}", err=True)
+        sys.exit(2)
+    except SpecKVError as error:
+        click.echo(f"speckv: error: {error}", err=True)
+        sys.exit(2)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -91,6 +105,11 @@ def record(
     from speckv.prompts import load_prompts
 
     check_compression(compression)
+    if ("int8", "native") in {(compression, compute), (draft_compression, draft_compute)}:
+        raise SpecKVError(
+            "LLM.int8() rounds a token by what else is in the forward, so that its recording does not hold for live "
+            "decoding; record int8 with --compute float32 (for the draft: --draft-compute float32)"
+        )
     prompts = load_prompts(prompts_path)
 
     from rich.progress import (
@@ -117,8 +136,8 @@ def record(
         "decoding": "greedy",
         "chat_template": pair.tokenizer.chat_template is not None,
     }
-    provenance = {"command": shlex.join(["speckv", *sys.argv[1:]]), "machine": machine()}
-    dataset = TraceDataset.create(out, Manifest(gamma_max, max_new_tokens, settings, provenance))
+    run = {"command": shlex.join(["speckv", *sys.argv[1:]]), "machine": machine()}
+    dataset = TraceDataset.create(out, Manifest(gamma_max, max_new_tokens, settings, [run]))
     with Progress(
         TextColumn("recording {task.fields[compression]}"),
         BarColumn(),
@@ -158,7 +177,7 @@ def _contexts(_ctx: click.Context, _parameter: click.Parameter, value: str) -> l
     type=click.Path(path_type=pathlib.Path),
     help="JSON Lines to decode for the held-out check.  [default: the shipped prompts]",
 )
-@click.option("--held-out", default=2, show_default=True, type=click.IntRange(1), help="How many of these prompts.")
+@click.option("--held-out", default=3, show_default=True, type=click.IntRange(2), help="How many of these prompts.")
 @click.option("--max-new-tokens", default=32, show_default=True, type=click.IntRange(1), help="Of each of them.")
 @click.option("--name", help="Of the cost model.  [default: the file's name]")
 @click.option("--out", required=True, type=click.Path(path_type=pathlib.Path, dir_okay=False), help="JSON.")
@@ -182,12 +201,13 @@ def profile(
     """Measure a cost model: how long forwards take on this machine, and how well that predicts real steps."""
     from speckv.compression import check_compression
     from speckv.prompts import load_prompts
+    from speckv.shipped import PROMPTS
 
     if out.exists():
         raise SpecKVError(f"{out}: exists already; choose another file")
     for compression in compressions:
         check_compression(compression)
-    prompts = load_prompts(prompts_path or pathlib.Path(__file__).parent / "data" / "prompts.jsonl")[:held_out]
+    prompts = load_prompts(prompts_path or PROMPTS)[:held_out]
 
     from rich.progress import (
         BarColumn,
@@ -312,6 +332,12 @@ def compare(
         for compression in compressions if len(compressions) == 1 else [*compressions, "all"]:
             console.print(tables.leaderboard(result, model.name, compression))
     console.print(tables.LEGEND, style="dim")
+    for model in costs:
+        console.print(
+            f"costs of {model.name}: {model.provenance.get('source', 'unknown')}", style="dim", highlight=False
+        )
+    if timed := result.settings["decision_times_measured_here"]:
+        console.print(f"decision times measured in this run: {', '.join(timed)}", style="dim", highlight=False)
     if json_path is not None:
         write_json(json_path, result.to_json())
     if plot_path is not None:
@@ -324,6 +350,8 @@ def _policies(specs: tuple[str, ...], gamma_max: int) -> list[Any]:
     from speckv.comparison import REQUIRED
     from speckv.plugins import make_policy, registry
 
+    if gamma_max < 4:
+        raise SpecKVError(f"the recording goes up to gamma {gamma_max}; a comparison needs 4, for its baseline fixed-4")
     wanted = [make_policy(spec) for spec in (specs or registry().policies)]
     if not specs:
         for policy in [policy for policy in wanted if policy.required_gamma > gamma_max]:

@@ -1,8 +1,9 @@
 """Comparing policies on held-out prompts, in tokens per second (rule R5)."""
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import joblib
@@ -134,6 +135,8 @@ def compare(
     if twice := [name for name in labels if labels.count(name) > 1]:
         raise SpecKVError(f"two policies of the comparison are called {twice[0]}; leave one out")
     fold_of = _folds(traces, folds, seed)
+    timed_here = sorted({p.name for p in policies if not isinstance(p, Clairvoyant)} - set(costs[0].controller))
+    costs = _with_decision_times(policies, traces, costs)
     tasks = [(model, policy) for model in costs for policy in policies]
     work = joblib.Parallel(n_jobs=jobs, return_as="generator")(
         joblib.delayed(_held_out)(policy, traces, model, fold_of, folds, seed) for model, policy in tasks
@@ -159,6 +162,7 @@ def compare(
         "folds": folds,
         "seed": seed,
         "resamples": RESAMPLES,
+        "decision_times_measured_here": timed_here,
     }
     return Comparison(cells, settings)
 
@@ -181,17 +185,40 @@ def _folds(traces: Rollouts, folds: int, seed: int) -> IntArray:
     return fold_of_prompt[prompt_of]
 
 
+def _with_decision_times(policies: Sequence[Policy], traces: Rollouts, costs: Sequence[CostModel]) -> list[CostModel]:
+    """The cost models, each with the decision times of all policies: those it lacks are measured here, once."""
+    unknown = {
+        policy.name: policy
+        for policy in policies
+        if not isinstance(policy, Clairvoyant) and any(policy.name not in model.controller for model in costs)
+    }
+    measured = {}
+    for name, policy in unknown.items():
+        with _naming(policy):
+            measured[name] = measure_controller(copy.deepcopy(policy).fit(traces, costs[0]), traces, costs[0])
+    return [replace(model, controller=measured | model.controller) for model in costs]
+
+
 def _held_out(policy: Policy, traces: Rollouts, costs: CostModel, fold_of: IntArray, folds: int, seed: int) -> _Tally:
     """Fit on all folds but one, replay on that one, for each fold."""
     tally = _Tally.empty(len(traces), traces.gamma_max)
-    controller = costs.controller.get(policy.name)
     for fold in range(folds):
         train, test = np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)
-        fitted = copy.deepcopy(policy).fit(traces.take(train), costs, seed)
-        if controller is None and not isinstance(policy, Clairvoyant):
-            controller = measure_controller(fitted, traces.take(test), costs)
-        tally.add(replay(fitted, traces.take(test), costs, controller), test)
+        with _naming(policy):
+            fitted = copy.deepcopy(policy).fit(traces.take(train), costs, seed)
+            tally.add(replay(fitted, traces.take(test), costs), test)
     return tally
+
+
+@contextlib.contextmanager
+def _naming(policy: Policy) -> Iterator[None]:
+    """Whatever a policy raises becomes one line that names it."""
+    try:
+        yield
+    except SpecKVError:
+        raise
+    except Exception as error:
+        raise SpecKVError(f"policy {policy.label!r} fails: {type(error).__name__}: {error}") from error
 
 
 def _cells(

@@ -2,7 +2,7 @@
 
 from speckv.errors import SpecKVError
 
-#: Name -> meaning. The order is the one of the codes and one-hot vectors that policies see: append only.
+#: Name -> meaning. The order is the one of the codes that policies see: append only.
 COMPRESSIONS = {
     "fp32": "32-bit floating point",
     "bf16": "16-bit brain floating point",

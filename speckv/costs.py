@@ -7,8 +7,9 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from speckv.compression import check_compression
 from speckv.errors import SpecKVError
-from speckv.files import read_json, write_json
+from speckv.files import check_version, read_json, write_json
 
 FORMAT = "speckv-costs"
 SCHEMA_VERSION = 1
@@ -87,7 +88,7 @@ class CostModel:
         draft: of one forward of the draft model.
         verify: compression -> of one forward of the target.
         overhead: seconds a step takes besides the forwards and the policy's own decisions.
-        controller: policy name -> (seconds of a decision before the step, seconds of a decision inside the draft).
+        controller: policy name -> (seconds of its work once a step, seconds of one decision inside the draft).
         provenance: source, machine, command, and how well the model predicts held-out steps.
     """
 
@@ -135,11 +136,7 @@ class CostModel:
         value = read_json(path, "a cost model")
         if value.get("format") != FORMAT:
             raise SpecKVError(f"{path}: is not a cost model; make one with `speckv profile`")
-        if not isinstance(version := value.get("schema_version"), int) or version > SCHEMA_VERSION:
-            raise SpecKVError(
-                f"{path}: schema version {version} is newer than {SCHEMA_VERSION}, the newest that this speckv reads; "
-                "upgrade speckv"
-            )
+        check_version(value.get("schema_version"), SCHEMA_VERSION, path)
         try:
             model = cls(
                 name=str(value["name"]),
@@ -222,7 +219,7 @@ def fit_costs(path: str | pathlib.Path, name: str, source: str, alias: dict[str,
         raise SpecKVError(f"{path}: not a readable CSV file ({error})") from None
     if missing := {"compression", "gamma", "num_steps", "elapsed_sec"} - set(rows[0] if rows else {}):
         raise SpecKVError(f"{path}: the column {sorted(missing)[0]} is missing; expected one row a timed run")
-    names = sorted({row["compression"] for row in rows})
+    names = sorted({check_compression(row["compression"] or "") for row in rows})
     inputs, seconds = np.zeros((len(rows), 1 + len(names))), np.zeros(len(rows))
     for number, row in enumerate(rows):
         try:
@@ -230,6 +227,8 @@ def fit_costs(path: str | pathlib.Path, name: str, source: str, alias: dict[str,
             inputs[number, 0] = steps * float(row["gamma"])
             inputs[number, 1 + names.index(row["compression"])] = steps
             seconds[number] = float(row["elapsed_sec"])
+            if not (np.isfinite(inputs[number]).all() and 0 < seconds[number] < np.inf and steps > 0):
+                raise ValueError("its numbers must be finite, and steps and seconds above 0")
         except (TypeError, ValueError) as error:
             raise SpecKVError(f"{path}: row {number + 2}: {error}; mend or remove that row") from None
 

@@ -36,6 +36,17 @@ def write_json(path: pathlib.Path, value: Any) -> None:
     write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
+def check_version(version: object, newest: int, where: object) -> None:
+    """Raise SpecKVError if a file's schema version is not one that this speckv reads."""
+    if not isinstance(version, int) or version < 1:
+        raise SpecKVError(f"{where}: has no schema version; it was not written by speckv, or is damaged")
+    if version > newest:
+        raise SpecKVError(
+            f"{where}: schema version {version} is newer than {newest}, the newest that this speckv reads; "
+            "upgrade speckv"
+        )
+
+
 def read_json(path: pathlib.Path, what: str) -> dict[str, Any]:
     """Read a JSON object, naming the file and the fault if it is not one."""
     try:

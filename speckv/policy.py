@@ -128,7 +128,7 @@ def check_playable(policy: Policy, gamma_max: int) -> None:
     """Raise SpecKVError if the policy is not fitted, or was told to play a larger gamma than its host can."""
     if type(policy).fit is not Policy.fit and not policy.fitted:
         raise SpecKVError(f"policy {policy.label!r} is not fitted; call its fit(traces, costs), or load a saved one")
-    if policy.required_gamma > gamma_max:
+    if isinstance(policy.required_gamma, int) and policy.required_gamma > gamma_max:
         raise SpecKVError(
             f"policy {policy.label!r} plays gamma {policy.required_gamma}, above the gamma_max of {gamma_max} here; "
             "lower it, or record with a larger --gamma-max"

@@ -63,7 +63,7 @@ def replay(
         policy: fitted, if it learns.
         traces: what was recorded.
         costs: how long forwards take.
-        controller: seconds of the policy's decision before a step and of one inside the draft. By default what
+        controller: seconds of the policy's work once a step and of one decision inside the draft. By default what
             `costs` says of this policy, and nothing for one it does not know.
         features: names of features that exist before the draft, to be kept for every step: what learners train on.
 
@@ -214,7 +214,9 @@ class _Run:
             features = session.tracker.before(len(rows))
             kept = [features[name] for name in self.keep]
             asked, forwards, gammas = self._draft(features)
-            controller = np.asarray(self.chooses * self.controller[0] + asked * self.controller[1], dtype=float)
+            controller = np.asarray(
+                (self.chooses or self.observes) * self.controller[0] + asked * self.controller[1], dtype=float
+            )
             accepted, seconds, going = session.play(gammas, forwards, controller)
             log.append((rows, positions, gammas, accepted, forwards, seconds, controller, *kept))
             if self.observes:
@@ -243,13 +245,14 @@ class _Run:
         while len(going):
             index += 1
             forwards[going] += 1
-            asked[going] += 1
+            asked[going] += self.draws
             signals = self.session.token_signals(going, index)
             drawn = self._ask("draw_token", "distribution", index, going, signals)
             gammas[going] += drawn
             more = drawn & (index < limits[going])
             signals = {name: values[more] for name, values in signals.items()}
             going = going[more]
+            asked[going] += self.keeps and not self.draws  # one decision a token, whichever hooks it takes
             going = going[self._ask("keep_drafting", "drawn", index, going, signals)]
         return asked, forwards, gammas
 
@@ -268,13 +271,18 @@ class _Run:
 
 
 def measure_controller(policy: Policy, traces: Rollouts, costs: CostModel) -> tuple[float, float]:
-    """Median seconds of a policy's decision before a step and of one inside the draft, for one sequence on this
-    machine: what it costs a live decoder, the signals not included. Measured while replaying one sequence at a time.
+    """Median seconds of a policy's work once a step, observing included, and of one decision inside the draft.
+
+    For one sequence on this machine: what it costs a live decoder, the signals not included. Measured while
+    replaying one sequence at a time.
     """
     timed = _Timed(policy)
     for row in range(min(len(traces), 24)):
         _Run(timed, traces.take([row]), costs).run()
-    return tuple(float(np.median(s)) if s else 0.0 for s in (timed.before, timed.inside))  # type: ignore[return-value]
+    before, inside, observing = (
+        float(np.median(seconds)) if seconds else 0.0 for seconds in (timed.before, timed.inside, timed.observing)
+    )
+    return before + observing, inside
 
 
 class _Timed(Policy):
@@ -285,6 +293,7 @@ class _Timed(Policy):
         self.policy, self.name, self.features = policy, policy.name, policy.features  # type: ignore[misc]
         self.before: list[float] = []
         self.inside: list[float] = []
+        self.observing: list[float] = []
 
     def overrides(self, method: str) -> bool:
         return self.policy.overrides(method)
@@ -315,4 +324,6 @@ class _Timed(Policy):
         return answer
 
     def observe(self, outcome, state):  # type: ignore[no-untyped-def]
+        start = time.perf_counter()
         self.policy.observe(outcome, state)
+        self.observing.append(time.perf_counter() - start)

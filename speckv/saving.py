@@ -6,7 +6,7 @@ import numpy as np
 
 import speckv
 from speckv.errors import SpecKVError
-from speckv.files import read_json, write_atomically, write_json
+from speckv.files import check_version, read_json, write_atomically, write_json
 from speckv.plugins import policy_class
 from speckv.policy import Policy
 
@@ -54,14 +54,12 @@ def load_policy(path: str | pathlib.Path) -> Policy:
     value = read_json(path / "policy.json", "a saved policy")
     if value.get("format") != FORMAT:
         raise SpecKVError(f"{path / 'policy.json'}: is not a saved policy")
-    if not isinstance(version := value.get("schema_version"), int) or version > SCHEMA_VERSION:
-        raise SpecKVError(
-            f"{path / 'policy.json'}: schema version {version} is newer than {SCHEMA_VERSION}, the newest that this "
-            "speckv reads; upgrade speckv"
-        )
+    check_version(value.get("schema_version"), SCHEMA_VERSION, path / "policy.json")
     try:
         policy = policy_class(value["policy"])(**value["params"])
         policy.fitted = load_file(path / "policy.safetensors")
-    except (KeyError, TypeError, OSError, SafetensorError) as error:
+        if (saved := value["features"]) != list(policy.features):
+            raise ValueError(f"it reads {', '.join(saved)}, and the installed one {', '.join(policy.features)}")
+    except (KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
         raise SpecKVError(f"{path}: is not a whole saved policy ({error}); save it again") from None
     return policy

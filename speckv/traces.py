@@ -9,9 +9,10 @@ On disk a dataset is a folder: `manifest.json` and Parquet shards with one row a
 """
 
 import hashlib
+import os
 import pathlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from speckv.compression import COMPRESSIONS
 from speckv.errors import SpecKVError
-from speckv.files import read_json, write_atomically, write_json
+from speckv.files import check_version, read_json, write_atomically, write_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -76,13 +77,22 @@ class Rollout:
 class Manifest:
     """What all sequences of a dataset have in common, and where they came from.
 
-    `settings` must be equal for sequences to stand in one dataset; `provenance` is for the reader.
+    `gamma_max`, `max_new_tokens` and `settings` must be equal for sequences to stand in one dataset. `runs` tells the
+    reader how they were made: the command and the machine of each recording.
     """
 
     gamma_max: int
     max_new_tokens: int
     settings: dict[str, Any]
-    provenance: dict[str, Any] = field(default_factory=dict)
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    def same_settings(self, other: "Manifest") -> bool:
+        """Whether sequences of both may stand in one dataset."""
+        return replace(self, runs=[]) == replace(other, runs=[])
+
+    def with_runs(self, other: "Manifest") -> "Manifest":
+        """This manifest and the runs of another."""
+        return replace(self, runs=self.runs + [run for run in other.runs if run not in self.runs])
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -91,7 +101,7 @@ class Manifest:
             "gamma_max": self.gamma_max,
             "max_new_tokens": self.max_new_tokens,
             "settings": self.settings,
-            "provenance": self.provenance,
+            "runs": self.runs,
             "units": DRAFT_SIGNALS | TARGET_SIGNALS,
         }
 
@@ -100,18 +110,13 @@ class Manifest:
         value = read_json(path, "the manifest of a rollout dataset")
         if value.get("format") != FORMAT:
             raise SpecKVError(f"{path}: is not the manifest of a {FORMAT} dataset")
-        if not isinstance(version := value.get("schema_version"), int) or version > SCHEMA_VERSION:
-            raise SpecKVError(
-                f"{path}: schema version {version} is newer than {SCHEMA_VERSION}, the newest that this "
-                "speckv reads; upgrade speckv"
-            )
+        check_version(value.get("schema_version"), SCHEMA_VERSION, path)
         for key in ("gamma_max", "max_new_tokens"):
             if not isinstance(value.get(key), int) or value[key] < 1:
                 raise SpecKVError(f"{path}: {key} must be a whole number from 1; record or merge the dataset again")
-        for key in ("settings", "provenance"):
-            if not isinstance(value.get(key), dict):
-                raise SpecKVError(f"{path}: {key} must be a JSON object; record or merge the dataset again")
-        return cls(value["gamma_max"], value["max_new_tokens"], value["settings"], value["provenance"])
+        if not isinstance(value.get("settings"), dict) or not isinstance(value.get("runs"), list):
+            raise SpecKVError(f"{path}: settings or runs are missing; record or merge the dataset again")
+        return cls(value["gamma_max"], value["max_new_tokens"], value["settings"], value["runs"])
 
 
 def _schema() -> "pa.Schema":
@@ -205,13 +210,15 @@ class TraceDataset:
         path = pathlib.Path(path)
         if (path / "manifest.json").exists():
             dataset = cls(path)
-            if (old := dataset.manifest.to_json()) != (new := manifest.to_json()):
-                keys = ("gamma_max", "max_new_tokens", "settings")
-                if differing := [key for key in keys if old[key] != new[key]]:
-                    raise SpecKVError(
-                        f"{path}: holds a recording made with other {', '.join(differing)}; choose another folder"
-                    )
-            return dataset
+            if not dataset.manifest.same_settings(manifest):
+                raise SpecKVError(
+                    f"{path}: holds a recording with other settings, {dataset.manifest.settings}, gamma_max "
+                    f"{dataset.manifest.gamma_max}, max_new_tokens {dataset.manifest.max_new_tokens}; choose another"
+                )
+            manifest = dataset.manifest.with_runs(manifest)
+            if manifest != dataset.manifest:
+                write_json(path / "manifest.json", manifest.to_json())
+            return cls(path)
         leftover = path.is_dir() and all(file.name.endswith(".partial") for file in path.iterdir())
         if path.exists() and not leftover:
             raise SpecKVError(f"{path}: exists and is not a trace dataset; choose another folder")
@@ -257,17 +264,13 @@ class TraceDataset:
         path = pathlib.Path(path)
         if path.exists():
             raise SpecKVError(f"{path}: exists already; choose another folder")
-        first = sources[0].manifest
+        manifest = sources[0].manifest
         groups: dict[str, list[Rollout]] = {}
         seen: set[tuple[str, str]] = set()
         for source in sources:
-            other = source.manifest
-            if (other.gamma_max, other.max_new_tokens, other.settings) != (
-                first.gamma_max,
-                first.max_new_tokens,
-                first.settings,
-            ):
+            if not manifest.same_settings(source.manifest):
                 raise SpecKVError(f"{source.path}: recorded with other settings than {sources[0].path}")
+            manifest = manifest.with_runs(source.manifest)
             for rollout in source:
                 if (key := (rollout.id, rollout.compression)) in seen:
                     raise SpecKVError(f"{source.path}: {key[0]} at {key[1]} stands in two of the datasets")
@@ -275,10 +278,11 @@ class TraceDataset:
                 groups.setdefault(rollout.compression, []).append(rollout)
         if not seen:
             raise SpecKVError(f"{sources[0].path}: holds no sequence; record some first")
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         for compression, rollouts in groups.items():
-            _write_shard(path / f"{compression}.parquet", sorted(rollouts, key=lambda r: r.id))
-        # The manifest comes last: a folder without one is not a dataset.
-        write_json(path / "manifest.json", first.to_json())
+            _write_shard(partial / f"{compression}.parquet", sorted(rollouts, key=lambda r: r.id))
+        write_json(partial / "manifest.json", manifest.to_json())
+        partial.rename(path)
         return cls(path)
 
 
@@ -305,13 +309,12 @@ def _read_shard(path: pathlib.Path) -> Iterator[Rollout]:
     if metadata.get(b"format") != FORMAT.encode():
         raise SpecKVError(f"{path}: is Parquet but not of the format {FORMAT}; move it out of the dataset")
     version = metadata.get(b"schema_version", b"").decode()
-    if not version.isdigit() or int(version) > SCHEMA_VERSION:
-        raise SpecKVError(
-            f"{path}: schema version {version} is newer than "
-            f"{SCHEMA_VERSION}, the newest that this speckv reads; upgrade speckv"
-        )
-    if missing := set(_schema().names) - set(file.schema_arrow.names):
-        raise SpecKVError(f"{path}: the column {sorted(missing)[0]} is missing; record it again")
+    check_version(int(version) if version.isdigit() else None, SCHEMA_VERSION, path)
+    for column in _schema():
+        if column.name not in file.schema_arrow.names:
+            raise SpecKVError(f"{path}: the column {column.name} is missing; record it again")
+        if not file.schema_arrow.field(column.name).type.equals(column.type):
+            raise SpecKVError(f"{path}: the column {column.name} is not of type {column.type}; record it again")
     try:
         number = 0
         for batch in file.iter_batches(batch_size=64):

@@ -229,3 +229,34 @@ def test_decision_times_that_costs_do_not_know_are_measured(traces, costs):
     assert 0 < fixed.decision_us < 1000 and fixed.decision_us != pytest.approx(1e6 * TIMES["fixed"][0])
     bounds = [cell.decision_us for cell in cells if cell.policy in {"oracle", "perfect-judge"}]
     assert bounds == [0.0] * len(bounds)
+
+
+class Raises(Policy):
+    """A policy with a fault of its own."""
+
+    name = "raises"
+
+    def choose_gamma(self, features, state):
+        raise ZeroDivisionError("oops")
+
+
+class Forgets(Policy):
+    name = "forgets"
+
+    def fit(self, traces, costs, seed=0):
+        pass
+
+    def choose_gamma(self, features, state):
+        return 1
+
+
+@pytest.mark.parametrize(("policy", "message"), [(Raises(), "oops"), (Forgets(), "fails")])
+def test_a_policy_that_fails_is_named(policy, message, traces, costs):
+    with pytest.raises(SpecKVError, match=f"policy '{policy.name}'.*{message}"):
+        compare([*required(), policy], traces, [costs], folds=3)
+
+
+def test_decision_times_that_the_costs_lack_are_measured_and_told(traces):
+    result = compare([*required(), make_policy("heuristic")], traces, [make_costs()], folds=3)
+    assert "heuristic" in result.settings["decision_times_measured_here"]
+    assert all(cell.decision_us > 0 for cell in result.cells if cell.policy == "heuristic")

@@ -8,7 +8,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import speckv_envs  # noqa: F401 (registers the environments)
-from speckv import replay
+from speckv import SpecKVError, replay
 from speckv_policies.fixed import Fixed
 
 from .synthetic import make_costs, make_rollouts
@@ -23,6 +23,12 @@ def test_passes_gymnasiums_checker_without_a_warning(env):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_env(env, skip_render_check=True)
+
+
+@pytest.mark.parametrize("gammas", [[], [-1, 2], [0, 9]])
+def test_gammas_that_were_not_recorded_are_refused(gammas):
+    with pytest.raises(SpecKVError, match="gammas must be from 0 to 8"):
+        gymnasium.make("speckv/Replay-v0", traces=make_rollouts(), costs=make_costs(), gammas=gammas)
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 3])

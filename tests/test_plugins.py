@@ -193,18 +193,23 @@ def test_check_reports_a_broken_plugin(tmp_path, monkeypatch, dataset, costs):
     assert (done.exit_code, done.stderr) == (0, "") and "all is well" in done.stdout
 
 
-def test_the_example_is_installed_and_listed_by_a_new_process(example, tmp_path):
-    """Beside a broken plugin, in a process that knows nothing but its path."""
-    install(tmp_path, "raises", BROKEN["raises"][0])
-    path = os.pathsep.join([str(example), str(tmp_path), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-c", "from speckv.cli import main; main()", "policies", "--json"],
+def run(folders, *command: str) -> subprocess.CompletedProcess[str]:
+    """The command line in a process that knows nothing but these folders and the packages."""
+    path = os.pathsep.join([*map(str, folders), *filter(None, sys.path)])
+    return subprocess.run(
+        [sys.executable, "-m", "speckv", *command],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": path},
-        cwd=tmp_path,
+        cwd=folders[-1],
         timeout=120,
     )
+
+
+def test_the_example_is_installed_and_listed_by_a_new_process(example, tmp_path):
+    """Beside a broken plugin."""
+    install(tmp_path, "raises", BROKEN["raises"][0])
+    done = run([example, tmp_path], "policies", "--json")
     assert done.returncode == 0, done.stderr
     rows = {row["name"]: row for row in json.loads(done.stdout)}
     assert set(rows) == ZOO | {"streak"}
@@ -213,13 +218,11 @@ def test_the_example_is_installed_and_listed_by_a_new_process(example, tmp_path)
     assert "plugin-raises 1.2" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_the_example_stands_in_the_leaderboard(example, dataset, costs, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(example)
+def test_the_example_stands_in_the_leaderboard(example, dataset, costs, tmp_path):
     out = tmp_path / "out.json"
-    command = ["compare", "--traces", str(dataset.path), "--costs", str(costs), "--policy", "streak:long=5", "--folds",
-               "2", "--json", str(out)]  # fmt: skip
-    done = CliRunner().invoke(main, command)
-    assert done.exit_code == 0, done.stderr
+    done = run([example, tmp_path], "compare", "--traces", str(dataset.path), "--costs", str(costs), "--policy",
+               "streak:long=5", "--folds", "2", "--json", str(out))  # fmt: skip
+    assert done.returncode == 0, done.stderr
     assert "streak" in done.stdout
     value = json.loads(out.read_text())
     assert value["settings"]["policies"]["streak:long=5"] == "Streak(long=5, short=2)"

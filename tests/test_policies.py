@@ -104,14 +104,11 @@ def test_confidence_stops_behind_the_unsure_token():
     top1 = [0.9, 0.5, 0.3, 0.8, 0.95, 0.9, 0.39, 0.9, 0.9, 0.9]
     traces = dense(spelled("1" * 10, gamma_max=4, draft_top1=top1))
     for spec, expected in {
-        "confidence:threshold=0.4,cap=20": [
-            3,
-            3,
-            1,
-        ],  # 0.9 0.5 0.3 | 0.8 is the bonus | 0.95 0.9 0.39 | bonus | one token of room
+        # 0.9 0.5 0.3 | 0.8 is the bonus | 0.95 0.9 0.39 | bonus | one token of room
+        "confidence:threshold=0.4,cap=4": [3, 3, 1],
         "confidence:threshold=0.4,cap=2": [2, 2, 1, 1],
-        "confidence:threshold=0.0,cap=20": [4, 4],
-        "confidence:threshold=0.6,cap=20": [2, 4, 1],
+        "confidence:threshold=0.0,cap=4": [4, 4],
+        "confidence:threshold=0.6,cap=4": [2, 4, 1],
         "confidence:threshold=0.4,cap=0": [0] * 10,
     }.items():
         assert gammas(make_policy(spec), traces, make_costs()) == expected, spec

@@ -152,10 +152,12 @@ def decode(rollout, manifest, costs, rule):
         context = prompt + position  # committed tokens; the draft has seen `seen` of them
         draft = drafted(rollout, manifest, position)
         cap = min(len(draft), rule.gamma())
-        gamma = forwards = 0
+        gamma = forwards = decisions = 0
         while forwards < cap:
             signals = draft[forwards][1]
             forwards += 1
+            # Whether to draw is asked of every token, whether to go on only where there is room for another.
+            decisions += rule.asks and (not isinstance(rule, KeepRule) or forwards < cap)
             if rule.asks and not rule.draw(signals, forwards):
                 break
             gamma += 1
@@ -165,7 +167,7 @@ def decode(rollout, manifest, costs, rule):
         while accepted < gamma and draft[accepted][0]:
             accepted += 1
         seconds = step_seconds(costs, rollout.compression, context, context - seen, forwards, gamma)
-        seconds += rule.chooses * CONTROLLER[0] + (forwards * CONTROLLER[1] if rule.asks else 0)
+        seconds += rule.chooses * CONTROLLER[0] + decisions * CONTROLLER[1]
         rule.learn(gamma, accepted, seconds)
         steps.append((position, gamma, accepted, forwards, seconds))
         if forwards:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from speckv.costs import CostModel
+from speckv.errors import SpecKVError
 from speckv.features import FEATURES
 from speckv.replaying import Session
 from speckv.traces import Rollouts, TraceDataset
@@ -57,6 +58,8 @@ class ReplayEnv(gymnasium.Env[npt.NDArray[np.float32], np.int64]):
         self.traces = traces.load() if isinstance(traces, TraceDataset) else traces
         self.costs = costs
         self.gammas = np.array(range(self.traces.gamma_max + 1) if gammas is None else gammas, dtype=np.int64)
+        if not len(self.gammas) or self.gammas.min() < 0 or self.gammas.max() > self.traces.gamma_max:
+            raise SpecKVError(f"gammas must be from 0 to {self.traces.gamma_max}, as recorded, and are {gammas}")
         self.action_space = gymnasium.spaces.Discrete(len(self.gammas))
         self.observation_space = gymnasium.spaces.Box(0, np.finfo(np.float32).max, (len(OBSERVED),), np.float32)
 

@@ -37,11 +37,15 @@ class Confidence(Policy):
         if threshold is not None and cap is not None:
             self.fitted = {"threshold": np.full(len(COMPRESSIONS), threshold), "cap": np.full(len(COMPRESSIONS), cap)}
 
+    @property
+    def required_gamma(self) -> int:
+        return self.cap or 0
+
     def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
         if self.threshold is not None and self.cap is not None:
             return self
         thresholds = self.THRESHOLDS if self.threshold is None else (self.threshold,)
-        caps = self.CAPS if self.cap is None else (self.cap,)
+        caps = [cap for cap in self.CAPS if cap <= traces.gamma_max] if self.cap is None else [self.cap]
         candidates = [(threshold, cap) for cap in caps for threshold in (thresholds if cap > 1 else thresholds[:1])]
         best = fastest_by_compression([Confidence(*candidate) for candidate in candidates], traces, costs)
         self.fitted = {

@@ -25,6 +25,10 @@ class Heuristic(Policy):
         super().__init__()
         self.start, self.up, self.down, self.largest = start, up, down, largest
 
+    @property
+    def required_gamma(self) -> int:
+        return self.start
+
     def new_state(self, rows: int) -> State:
         return {"gamma": np.full(rows, self.start, dtype=np.int64)}
 
@@ -32,6 +36,6 @@ class Heuristic(Policy):
         return state["gamma"]
 
     def observe(self, outcome: Outcome, state: State) -> None:
-        gamma = state["gamma"]
+        gamma = outcome.drafted  # what the host had room for, so that the schedule does not run ahead of it
         moved = np.where(outcome.accepted == outcome.drafted, gamma + self.up, np.maximum(gamma - self.down, 1))
         state["gamma"] = np.minimum(moved, self.largest)

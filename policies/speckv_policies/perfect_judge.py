@@ -27,6 +27,10 @@ class PerfectJudge(Clairvoyant):
         if cap is not None:
             self.fitted = {"cap": np.full(len(COMPRESSIONS), cap)}
 
+    @property
+    def required_gamma(self) -> int:
+        return self.cap or 0
+
     def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
         if self.cap is None:
             candidates = [PerfectJudge(cap) for cap in range(traces.gamma_max + 1)]

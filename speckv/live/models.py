@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, DynamicCache
 
 from speckv.compression import check_compression
@@ -55,6 +56,10 @@ def load_model(name: str, compression: str, compute: str = "native", device: str
     check_compression(compression)
     if compute not in COMPUTE:
         raise SpecKVError(f"compute {compute!r} is unknown; choose one of {', '.join(COMPUTE)}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise SpecKVError(f"device {device!r} can't be used here ({_first_line(error)}); try cpu") from None
     options: dict[str, Any] = {"dtype": _DTYPES.get(compression, torch.bfloat16), "device_map": {"": device}}
     if compression == "int8":
         options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
@@ -66,7 +71,7 @@ def load_model(name: str, compression: str, compute: str = "native", device: str
         with _quiet():
             model = AutoModelForCausalLM.from_pretrained(name, **options).eval()
             return compute_in_float32(model) if compute == "float32" else model
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise SpecKVError(f"{name}: cannot be loaded as a causal language model ({_first_line(error)})") from None
 
 

@@ -74,8 +74,8 @@ def profile(
         SpecKVError: contexts do not increase from 1 or more, there is no compression or no prompt, or a model
             cannot be loaded.
     """
-    if not compressions or not prompts:
-        raise SpecKVError("a profile needs at least one compression and one prompt")
+    if not compressions or len(prompts) < 2:
+        raise SpecKVError("a profile needs a compression, and two prompts: one for the overhead, one to be held out")
     if not contexts or contexts[0] < 1 or list(contexts) != sorted(set(contexts)):
         raise SpecKVError(f"contexts must increase from 1 or more, and are {', '.join(map(str, contexts))}")
     draft_counts = [2**power for power in range((gamma_max + 1).bit_length())]
@@ -111,13 +111,16 @@ def profile(
         gc.collect()
 
     draft = _timings(draft_seconds, "draft", draft_counts, contexts)
-    steps = [step for of_compression in decodes.values() for _, steps in of_compression for step in steps]
+    # The first prompt's steps give the overhead, the others' are held out.
+    steps = [step for runs in decodes.values() for _, steps in runs[: len(gammas)] for step in steps]
     overhead = statistics.median(
         step.seconds - step.draft_seconds - step.verify_seconds - step.controller_seconds for step in steps
     )
     settings = {"repeats": repeats, "seed": seed, "held_out_gammas": gammas, "max_new_tokens": max_new_tokens}
     costs = CostModel(name, draft, verify, max(overhead, 0.0))
-    held_out = {compression: _held_out(costs, compression, runs) for compression, runs in decodes.items()}
+    held_out = {
+        compression: _held_out(costs, compression, runs[len(gammas) :]) for compression, runs in decodes.items()
+    }
     costs.provenance.update(
         {"source": "measured by speckv profile", "machine": machine()}
         | (provenance or {})

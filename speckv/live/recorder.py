@@ -31,12 +31,21 @@ def record(
         dataset: where to add the rollouts; its manifest gives gamma_max and max_new_tokens.
         batch_size: sequences that are recorded side by side. They finish together, so a recording that is
             killed loses at most so many.
+
+    Raises:
+        SpecKVError: a prompt of the same name but another text stands in the dataset, or a prompt is empty.
     """
     manifest = dataset.manifest
     left = [prompt for prompt in prompts if not dataset.has(prompt.id, pair.compression)]
     others: dict[str, list[Rollout]] = {}
     for rollout in dataset:
         others.setdefault(rollout.id, []).append(rollout)
+    for prompt in prompts:
+        for rollout in others.get(prompt.id, []):
+            if rollout.prompt_tokens.tolist() != chat_tokens(pair.tokenizer, prompt.text):
+                raise SpecKVError(
+                    f"{dataset.path}: {prompt.id} was recorded from another prompt; choose another folder"
+                )
     if batch_size > 1:  # prompts of similar length share a batch, so that little of it is padding
         left.sort(key=lambda prompt: len(chat_tokens(pair.tokenizer, prompt.text)))
     for start in range(0, len(left), batch_size):
