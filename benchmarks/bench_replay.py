@@ -55,9 +55,11 @@ def plain_loop(policy: Policy, traces: Rollouts, costs: CostModel) -> int:
     if policy.kind != "before" or not set(policy.features) <= {*PAPER_SIGNALS, "compression"}:
         return sum(len(replay(policy, traces.take([row]), costs).gamma) for row in range(len(traces)))
     steps = 0
+    draft = costs.draft.table(130, 600).tolist()
+    tables = {str(name): costs.verify[str(name)].table(17, 600).tolist() for name in np.unique(traces.compressions)}
     for row in range(len(traces)):
         compression = str(traces.compressions[row])
-        draft, verify = costs.draft.table(130, 600).tolist(), costs.verify[compression].table(17, 600).tolist()
+        verify = tables[compression]
         run, limit = traces.run[row].tolist(), traces.limit[row].tolist()
         signals = {name: traces.signals[name][row].tolist() for name in ("draft_entropy", "draft_top1")}
         off = {name: traces.off_signals[name][row].tolist() for name in signals}
