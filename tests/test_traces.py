@@ -104,7 +104,7 @@ def test_leftovers_of_a_killed_writer_are_ignored(tmp_path):
 
 def test_a_recorder_killed_before_its_manifest_can_start_again(tmp_path):
     (tmp_path / ".manifest.json.4711.partial").write_text("{")
-    TraceDataset.create(tmp_path, Manifest(8, 40, {}))
+    assert TraceDataset.create(tmp_path, Manifest(8, 40, {})).manifest.gamma_max == 8
 
 
 def test_a_sequence_in_two_shards_is_refused(tmp_path):
