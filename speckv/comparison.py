@@ -135,8 +135,7 @@ def compare(
     if twice := [name for name in labels if labels.count(name) > 1]:
         raise SpecKVError(f"two policies of the comparison are called {twice[0]}; leave one out")
     fold_of = _folds(traces, folds, seed)
-    timed_here = sorted({p.name for p in policies if not isinstance(p, Clairvoyant)} - set(costs[0].controller))
-    costs = _with_decision_times(policies, traces, costs)
+    costs, timed_here = _with_decision_times(policies, traces, costs)
     tasks = [(model, policy) for model in costs for policy in policies]
     work = joblib.Parallel(n_jobs=jobs, return_as="generator")(
         joblib.delayed(_held_out)(policy, traces, model, fold_of, folds, seed) for model, policy in tasks
@@ -185,8 +184,11 @@ def _folds(traces: Rollouts, folds: int, seed: int) -> IntArray:
     return fold_of_prompt[prompt_of]
 
 
-def _with_decision_times(policies: Sequence[Policy], traces: Rollouts, costs: Sequence[CostModel]) -> list[CostModel]:
-    """The cost models, each with the decision times of all policies: those it lacks are measured here, once."""
+def _with_decision_times(
+    policies: Sequence[Policy], traces: Rollouts, costs: Sequence[CostModel]
+) -> tuple[list[CostModel], list[str]]:
+    """The cost models, each with the decision times of all policies, and the names of those that were measured here
+    because a model lacks them."""
     unknown = {
         policy.name: policy
         for policy in policies
@@ -196,7 +198,7 @@ def _with_decision_times(policies: Sequence[Policy], traces: Rollouts, costs: Se
     for name, policy in unknown.items():
         with _naming(policy):
             measured[name] = measure_controller(copy.deepcopy(policy).fit(traces, costs[0]), traces, costs[0])
-    return [replace(model, controller=measured | model.controller) for model in costs]
+    return [replace(model, controller=measured | model.controller) for model in costs], sorted(measured)
 
 
 def _held_out(policy: Policy, traces: Rollouts, costs: CostModel, fold_of: IntArray, folds: int, seed: int) -> _Tally:
