@@ -14,6 +14,7 @@ _PUBLIC = {
     "Clairvoyant": "speckv.policy",
     "CostModel": "speckv.costs",
     "Features": "speckv.features",
+    "Memory": "speckv.policy",
     "Outcome": "speckv.policy",
     "Policy": "speckv.policy",
     "Rollouts": "speckv.traces",
@@ -33,6 +34,7 @@ __all__ = [
     "Clairvoyant",
     "CostModel",
     "Features",
+    "Memory",
     "Outcome",
     "Policy",
     "Rollouts",
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
     from speckv.features import Features
     from speckv.hookspecs import hookimpl
     from speckv.live.decoder import SpeculativeDecoder
-    from speckv.policy import Clairvoyant, Outcome, Policy, State
+    from speckv.policy import Clairvoyant, Memory, Outcome, Policy, State
     from speckv.replaying import replay
     from speckv.saving import load_policy, save_policy
     from speckv.traces import Rollouts, TraceDataset

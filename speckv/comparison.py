@@ -112,7 +112,8 @@ def compare(
     """Cross-validate policies by prompt and compare their throughput.
 
     Every prompt is held out once, at all its compressions together; whatever a policy learns or tunes comes from
-    the other folds. The folds hold each task in equal shares.
+    the other folds. The folds hold each task in equal shares. An online policy starts each fold with the memory that
+    `fit` left it, and carries it through the fold's sequences in their order.
 
     Args:
         policies: unfitted; their labels must differ and include `REQUIRED`.
@@ -197,7 +198,7 @@ def _with_decision_times(
     measured = {}
     for name, policy in unknown.items():
         with _naming(policy):
-            measured[name] = measure_controller(copy.deepcopy(policy).fit(traces, costs[0]), traces, costs[0])
+            measured[name] = measure_controller(copy.deepcopy(policy).forget().fit(traces, costs[0]), traces, costs[0])
     return [replace(model, controller=measured | model.controller) for model in costs], sorted(measured)
 
 
@@ -207,7 +208,7 @@ def _held_out(policy: Policy, traces: Rollouts, costs: CostModel, fold_of: IntAr
     for fold in range(folds):
         train, test = np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)
         with _naming(policy):
-            fitted = copy.deepcopy(policy).fit(traces.take(train), costs, seed)
+            fitted = copy.deepcopy(policy).forget().fit(traces.take(train), costs, seed)
             tally.add(replay(fitted, traces.take(test), costs), test)
     return tally
 

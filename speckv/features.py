@@ -57,6 +57,7 @@ FEATURES: dict[str, Feature] = {
         ),
         Feature("target_entropy", "before", "nats", "of the target at the last committed token; 0 in the first step"),
         Feature("target_margin", "before", "logits", "of the target at the last committed token; 0 in the first step"),
+        Feature("batch_size", "before", "sequences", "decoded together in this step; 1 in a replay"),
         Feature("draft_index", "distribution", "tokens", "position of the token in the draft, from 1"),
         Feature("draft_entropy", "distribution", "nats", "of the draft's distribution at this token"),
         Feature("draft_top1", "distribution", "probability", "of the draft's likeliest token"),
@@ -122,6 +123,11 @@ def check_features(names: Sequence[str]) -> None:
             raise SpecKVError(f"feature {name!r} is unknown; the known ones are {', '.join(FEATURES)}")
 
 
+def signal_of(name: str) -> str | None:
+    """The recorded signal of drafted tokens that a feature is made of, None if there is none."""
+    return TOKEN_SIGNALS.get(name) or _REDUCTIONS.get(name, (None,))[0]
+
+
 class FeatureTracker:
     """Builds the features of n sequences from what happens to them.
 
@@ -130,6 +136,10 @@ class FeatureTracker:
         prompt_lengths: (n,) tokens.
         compression: (n,) codes.
         cost_ratio: (n,) see FEATURES.
+        batch_size: how many sequences share a forward. A replay runs many in lockstep that each have one alone.
+
+    Attributes:
+        batch_size: a host that decodes batches sets it anew when sequences end.
     """
 
     def __init__(
@@ -138,8 +148,10 @@ class FeatureTracker:
         prompt_lengths: npt.NDArray[np.int64],
         compression: npt.NDArray[np.int64],
         cost_ratio: npt.NDArray[np.float64],
+        batch_size: npt.NDArray[np.int64] | int = 1,
     ) -> None:
         check_features(names)
+        self.batch_size = batch_size
         self._before = [name for name in names if FEATURES[name].when == "before"]
         self._reductions = {name: _REDUCTIONS[name] for name in names if name in _REDUCTIONS}
         self._target = [name for name in _TARGET_SIGNALS if name in names]
@@ -152,6 +164,7 @@ class FeatureTracker:
             "cost_ratio": cost_ratio.astype(float),
             "is_first": np.ones(n),
             "running_acceptance": np.full(n, 0.5),
+            "batch_size": np.empty(n),
         }
         zero = ("position", "last_gamma", "last_accepted", "accepted", "tried", *_REDUCTIONS, *_TARGET_SIGNALS)
         self._values.update({name: np.zeros(n) for name in zero})
@@ -179,8 +192,17 @@ class FeatureTracker:
         """Forget the sequences where `keep` (n,) is False."""
         self._values = {name: array[keep] for name, array in self._values.items()}
 
+    def put(self, at: npt.NDArray[np.int64], other: "FeatureTracker") -> None:
+        """Replace the sequences at the indices `at` by all those of `other`, in their order."""
+        values = {name: array.copy() for name, array in self._values.items()}  # features may show the old arrays
+        for name, array in values.items():
+            array[at] = other._values[name]
+        self._values = values
+
     def before(self, rows: int) -> Features:
         """What is known before the draft of a step."""
+        if "batch_size" in self._needed:
+            self._values["batch_size"] = np.full(rows, self.batch_size, dtype=float)
         self._now = {name: self._values[name].view() for name in self._before}
         for array in self._now.values():
             array.flags.writeable = False  # what a policy does to its features must not change later steps
@@ -247,7 +269,8 @@ def _reduce(
 ) -> FloatArray:
     """Mean, maximum or minimum of each row's kept entries; rows without any give a value to be ignored."""
     if reduction == "mean":
-        return np.asarray(np.where(kept, signal, 0.0).sum(axis=1) / np.maximum(counts, 1), dtype=float)
+        # In double precision, so that the last bit does not depend on the columns of other rows.
+        return np.asarray(np.where(kept, signal, 0.0).sum(axis=1, dtype=float) / np.maximum(counts, 1))
     if reduction == "max":
         return np.asarray(np.where(kept, signal, -np.inf).max(axis=1), dtype=float)
     return np.asarray(np.where(kept, signal, np.inf).min(axis=1), dtype=float)

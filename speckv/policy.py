@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 #: What a policy remembers of each sequence: arrays by name, each with one row a sequence.
 State = dict[str, npt.NDArray[Any]]
+#: What a policy has learned while running, over all sequences so far: arrays by name.
+Memory = dict[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,20 @@ class Policy:
     - `keep_drafting`, once the token is drawn (it will be verified in any case): whether to draft another.
 
     The constructor only stores its parameters under their own names, as in scikit-learn. What `fit` learns goes
-    into `self.fitted`, arrays by name; parameters and fitted arrays together are the saved policy.
+    into `self.fitted`, arrays by name; parameters, fitted arrays and memory together are the saved policy.
+
+    What a policy remembers while it runs is of two kinds, and nothing else may be kept:
+
+    - `state`, of one sequence: made by `new_state` when the sequence starts, handed to every call, gone when it ends.
+    - `self.memory`, of all sequences so far: made by `new_memory`, saved and loaded with the policy. A policy that
+      has one is `online`: what it decides depends on what it decoded before.
 
     Attributes:
         name: how users call the policy.
         features: names of the features that it reads, from `speckv.features.FEATURES`.
         source: where the rule comes from, and how sure its constants are.
+        fitted: what `fit` learned, by name.
+        memory: what it has learned while running, by name; empty unless it is online.
     """
 
     name: ClassVar[str]
@@ -61,14 +71,43 @@ class Policy:
 
     def __init__(self) -> None:
         self.fitted: dict[str, npt.NDArray[Any]] = {}
+        self._memory: Memory | None = None
 
     def fit(self, traces: "Rollouts", costs: "CostModel", seed: int = 0) -> Self:
-        """Learn from recorded sequences and measured costs. Policies that learn nothing keep this one."""
-        return self
+        """Learn from recorded sequences and measured costs. Policies that learn nothing from them keep this one.
+
+        It leaves a new memory, or one that it warmed up on these sequences alone: fitting twice is fitting once.
+        """
+        return self.forget()
 
     def new_state(self, rows: int) -> State:
         """What the policy remembers of each of `rows` sequences that are about to start."""
         return {}
+
+    def new_memory(self) -> Memory:
+        """What the policy knows before it has decoded anything. To override this is to be `online`.
+
+        Names, shapes and dtypes stay as they are here, so that no memory grows with what has been decoded. The
+        decisions and `observe` change `self.memory`, in place or by setting an array anew. It is all that lasts: a
+        generator of random numbers, for instance, is a seed among the parameters and a counter in here.
+        """
+        return {}
+
+    @property
+    def memory(self) -> Memory:
+        # Made on first use: the constructor of a subclass sets its parameters after that of this class has run.
+        if self._memory is None:
+            self._memory = self.new_memory()
+        return self._memory
+
+    @memory.setter
+    def memory(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def forget(self) -> Self:
+        """Start with a new memory; parameters and fitted arrays stay."""
+        self._memory = None
+        return self
 
     def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
         """How many tokens to draft at most, (n,) integers from 0. The host's own limit applies as well."""
@@ -83,7 +122,7 @@ class Policy:
         return True
 
     def observe(self, outcome: Outcome, state: State) -> None:
-        """Take in what came of the step, by changing `state`."""
+        """Take in what came of the step, by changing `state` and, if the policy is online, `self.memory`."""
 
     @property
     def label(self) -> str:
@@ -96,6 +135,11 @@ class Policy:
     def required_gamma(self) -> int:
         """The gamma that this instance was told to play, if it was; hosts with a smaller gamma_max refuse it."""
         return 0
+
+    @property
+    def online(self) -> bool:
+        """Whether it learns while it runs, and takes that from one sequence to the next."""
+        return self.overrides("new_memory")
 
     @property
     def kind(self) -> str:
@@ -155,3 +199,30 @@ def as_booleans(values: npt.ArrayLike, rows: int, where: str) -> BoolArray:
     if array.shape not in {(), (rows,)}:
         raise SpecKVError(f"{where} must return one value a sequence, ({rows},), and returned shape {array.shape}")
     return np.broadcast_to(array, (rows,))
+
+
+def ask(policy: Policy, method: str, features: Features, state: State, rows: IntArray) -> BoolArray:
+    """Ask a policy about some of the sequences that are being decoded.
+
+    Args:
+        method: `draw_token` or `keep_drafting`.
+        features: of the sequences at `rows`.
+        state: of all sequences; the policy sees, and may change, what belongs to those at `rows`.
+        rows: (n,) indices into the state's arrays.
+
+    Returns:
+        (n,) its answers.
+
+    Raises:
+        SpecKVError: it does not answer with booleans, one a sequence.
+    """
+    part = select_rows(state, rows)
+    answer = as_booleans(getattr(policy, method)(features, part), len(rows), f"{policy.name}.{method}")
+    for name, array in part.items():
+        state[name][rows] = array
+    return answer
+
+
+def select_rows(state: State, keep: npt.NDArray[Any]) -> State:
+    """The state of some sequences: those at `keep`, indices or a mask."""
+    return {name: array[keep] for name, array in state.items()}

@@ -1,9 +1,10 @@
 """Replay: any policy on recorded sequences, exactly as a live decoder would run it (rule R3)."""
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from speckv.compression import COMPRESSIONS
 from speckv.costs import CostModel, StepCosts
 from speckv.features import BoolArray, Features, FeatureTracker, IntArray, When
-from speckv.policy import Clairvoyant, Outcome, Policy, State, as_booleans, as_integers, check_playable
+from speckv.policy import Clairvoyant, Outcome, Policy, State, as_integers, ask, check_playable, select_rows
 from speckv.traces import Rollouts, TraceDataset
 
 
@@ -59,6 +60,10 @@ def replay(
 ) -> Replay:
     """Run `policy` on every recorded sequence.
 
+    Sequences are independent and run in lockstep, unless the policy is online. Then they run one after the other in
+    the order of their rows, as a live decoder would serve them, from the memory that the policy has; afterwards it
+    has that of all of them.
+
     Args:
         policy: fitted, if it learns.
         traces: what was recorded.
@@ -102,7 +107,7 @@ class _Plan(Policy):
 
 
 class Session:
-    """Recorded sequences being decoded in lockstep, one step of each at a time.
+    """Recorded sequences being decoded in lockstep, one step of each at a time; all of them, until told otherwise.
 
     Args:
         traces: what was recorded.
@@ -122,22 +127,51 @@ class Session:
         self._costs = StepCosts(costs, traces.compressions, max(traces.gamma_max, size) + 1, longest)
         codes = {name: code for code, name in enumerate(COMPRESSIONS)}
         ratios = {str(name): costs.cost_ratio(str(name)) for name in np.unique(traces.compressions)}
+        self._features = features
+        self._codes = np.array([codes[name] for name in traces.compressions], dtype=np.int64)
+        self._ratios = np.array([ratios[name] for name in traces.compressions])
+        self.start(np.arange(len(traces)))
+
+    def start(self, rows: IntArray) -> None:
+        """Start the sequences at `rows`, and drop what was being decoded."""
         self.tracker = FeatureTracker(
-            features,
-            traces.prompt_lengths,
-            np.array([codes[name] for name in traces.compressions], dtype=np.int64),
-            np.array([ratios[name] for name in traces.compressions]),
+            self._features, self.traces.prompt_lengths[rows], self._codes[rows], self._ratios[rows]
         )
-        self.rows = np.arange(len(traces))
-        self.positions = np.zeros(len(traces), dtype=np.int64)
-        self._lags = np.ones(len(traces), dtype=np.int64)
+        self.rows = rows
+        self.positions = np.zeros(len(rows), dtype=np.int64)
+        self._lags = np.ones(len(rows), dtype=np.int64)
+
+    def take(self, at: IntArray) -> Self:
+        """A session of the sequences at the indices `at` alone; what it plays does not show in this one."""
+        part = copy.copy(self)
+        part.tracker = copy.copy(self.tracker)
+        part._select(at)
+        return part
+
+    def put(self, at: IntArray, other: "Session") -> None:
+        """Replace the sequences at the indices `at` by all those of `other`, a session of the same traces."""
+        for name in ("rows", "positions", "_lags"):
+            array = getattr(self, name).copy()
+            array[at] = getattr(other, name)
+            setattr(self, name, array)
+        self.tracker.put(at, other.tracker)
+
+    def restart(self, at: IntArray, rows: IntArray) -> None:
+        """Start the sequences at `rows` in place of those at the indices `at`; the others go on."""
+        fresh = copy.copy(self)
+        fresh.start(rows)
+        self.put(at, fresh)
+
+    def _select(self, keep: npt.NDArray[Any]) -> None:
+        self.rows, self.positions, self._lags = self.rows[keep], self.positions[keep], self._lags[keep]
+        self.tracker.select(keep)
 
     @property
     def limits(self) -> IntArray:
         """(n,) how many tokens each sequence can draft in its next step."""
         return self.traces.limit[self.rows, self.positions]
 
-    def token_signals(self, going: IntArray, index: int) -> dict[str, npt.NDArray[np.float32]]:
+    def token_signals(self, going: IntArray, index: IntArray | int) -> dict[str, npt.NDArray[np.float32]]:
         """Features of drafted token number `index` (from 1) in the sequences at `going`, by name."""
         rows, positions = self.rows[going], self.positions[going]
         return {
@@ -149,6 +183,18 @@ class Session:
         self, gammas: IntArray, forwards: IntArray, controller: npt.NDArray[np.float64] | float = 0.0
     ) -> tuple[IntArray, npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
         """Verify `gammas` tokens of each draft, and drop the sequences that have ended.
+
+        Args and returns: as of `advance`.
+        """
+        accepted, seconds, going = self.advance(gammas, forwards, controller)
+        if not going.all():
+            self._select(going)
+        return accepted, seconds, going
+
+    def advance(
+        self, gammas: IntArray, forwards: IntArray, controller: npt.NDArray[np.float64] | float = 0.0
+    ) -> tuple[IntArray, npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+        """Verify `gammas` tokens of each draft. Those that have ended stay: drop or restart them before the next step.
 
         Args:
             gammas: (n,) at most `limits`.
@@ -166,18 +212,14 @@ class Session:
         seconds = self._costs.seconds(rows, contexts, self._lags, forwards, gammas) + controller
         self._track(gammas, accepted)
         # The draft has seen its own tokens but the last; what it has seen and the target rejected is undone.
-        lags = np.where(forwards > 0, accepted + 1 - np.minimum(accepted, forwards - 1), self._lags + 1)
-        positions = positions + accepted + 1
-        going = positions < self.traces.lengths[rows]
-        self.rows, self.positions, self._lags = rows[going], positions[going], lags[going]
-        if not going.all():
-            self.tracker.select(going)
-        return accepted, seconds, going
+        self._lags = np.where(forwards > 0, accepted + 1 - np.minimum(accepted, forwards - 1), self._lags + 1)
+        self.positions = positions + accepted + 1
+        return accepted, seconds, self.positions < self.traces.lengths[rows]
 
     def _track(self, gammas: IntArray, accepted: IntArray) -> None:
         rows, positions = self.rows, self.positions
         signals = {}
-        if self.tracker.draft_signals and (width := int(gammas.max())):
+        if self.tracker.draft_signals and (width := int(gammas.max(initial=0))):
             index = np.minimum(np.arange(width), np.maximum(gammas - 1, 0)[:, None])
             signals = {
                 name: self.traces.drafted_signal(name, rows[:, None], positions[:, None], index)
@@ -201,34 +243,43 @@ class _Run:
     ) -> None:
         self.policy, self.controller, self.keep = policy, controller, keep
         self.session = Session(traces, costs, list(dict.fromkeys([*policy.features, *keep])))
-        self.state = policy.new_state(len(traces))
+        self.state: State = {}
         self.chooses = policy.overrides("choose_gamma")
         self.draws, self.keeps = policy.overrides("draw_token"), policy.overrides("keep_drafting")
         self.observes = policy.overrides("observe")
 
     def run(self) -> Replay:
         session = self.session
+        rows = np.arange(len(session.traces))
         log: list[tuple[npt.NDArray[Any], ...]] = []
-        while len(session.rows):
-            rows, positions = session.rows, session.positions
-            features = session.tracker.before(len(rows))
-            kept = [features[name] for name in self.keep]
-            asked, forwards, gammas = self._draft(features)
-            controller = np.asarray(
-                (self.chooses or self.observes) * self.controller[0] + asked * self.controller[1], dtype=float
-            )
-            accepted, seconds, going = session.play(gammas, forwards, controller)
-            log.append((rows, positions, gammas, accepted, forwards, seconds, controller, *kept))
-            if self.observes:
-                self.policy.observe(Outcome(gammas, accepted, seconds), self.state)
-            if not going.all():
-                self.state = {name: array[going] for name, array in self.state.items()}
+        for together in rows[:, None] if self.policy.online else rows[None]:
+            session.start(together)
+            self.state = self.policy.new_state(len(together))
+            while len(session.rows):
+                log.append(self._step())
         columns = [np.concatenate(column) for column in zip(*log, strict=True)]
         order = np.lexsort((columns[1], columns[0]))
         row, position, gamma, accepted, forwards, seconds, controller, *kept = (column[order] for column in columns)
         known = dict(zip(self.keep, kept, strict=True))
         tokens = session.traces.lengths
         return Replay(row, position, gamma, accepted, forwards, seconds, controller, tokens, known)
+
+    def _step(self) -> tuple[npt.NDArray[Any], ...]:
+        """One step of each sequence; what a `Replay` keeps of it, its columns in their order."""
+        session = self.session
+        rows, positions = session.rows, session.positions
+        features = session.tracker.before(len(rows))
+        kept = [features[name] for name in self.keep]
+        asked, forwards, gammas = self._draft(features)
+        controller = np.asarray(
+            (self.chooses or self.observes) * self.controller[0] + asked * self.controller[1], dtype=float
+        )
+        accepted, seconds, going = session.play(gammas, forwards, controller)
+        if self.observes:
+            self.policy.observe(Outcome(gammas, accepted, seconds), self.state)
+        if not going.all():
+            self.state = select_rows(self.state, going)
+        return rows, positions, gammas, accepted, forwards, seconds, controller, *kept
 
     def _draft(self, features: Features) -> tuple[IntArray, IntArray, IntArray]:
         """How often the policy was asked inside the draft, draft forwards, and tokens to verify; each (n,)."""
@@ -263,20 +314,16 @@ class _Run:
         if not len(rows) or not self.policy.overrides(method):
             return np.ones(len(rows), dtype=bool)
         features = self.session.tracker.token(index, signals, rows, when)
-        state = {name: array[rows] for name, array in self.state.items()}
-        answer = as_booleans(getattr(self.policy, method)(features, state), len(rows), f"{self.policy.name}.{method}")
-        for name, array in state.items():
-            self.state[name][rows] = array
-        return answer
+        return ask(self.policy, method, features, self.state, rows)
 
 
 def measure_controller(policy: Policy, traces: Rollouts, costs: CostModel) -> tuple[float, float]:
     """Median seconds of a policy's work once a step, observing included, and of one decision inside the draft.
 
     For one sequence on this machine: what it costs a live decoder, the signals not included. Measured while
-    replaying one sequence at a time.
+    replaying one sequence at a time, with a copy of the policy: what that learns meanwhile is not kept.
     """
-    timed = _Timed(policy)
+    timed = _Timed(copy.deepcopy(policy))
     for row in range(min(len(traces), 24)):
         _Run(timed, traces.take([row]), costs).run()
     before, inside, observing = (

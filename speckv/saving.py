@@ -8,14 +8,18 @@ import speckv
 from speckv.errors import SpecKVError
 from speckv.files import check_version, read_json, write_atomically, write_json
 from speckv.plugins import policy_class
-from speckv.policy import Policy
+from speckv.policy import Memory, Policy
 
 FORMAT = "speckv-policy"
 SCHEMA_VERSION = 1
+#: In front of the names of a policy's memory, which share a file with its fitted arrays.
+_MEMORY = "memory/"
 
 
 def save_policy(policy: Policy, path: str | pathlib.Path) -> None:
     """Write a policy as a folder of `policy.json` and `policy.safetensors`. No pickle is involved.
+
+    What it has learned while running is kept beside what `fit` learned: loaded, it goes on where it was.
 
     Raises:
         SpecKVError: there is a policy already, or the folder cannot be written.
@@ -26,7 +30,8 @@ def save_policy(policy: Policy, path: str | pathlib.Path) -> None:
     if (path / "policy.json").exists():
         raise SpecKVError(f"{path}: holds a policy already; choose another folder")
     # policy.json comes last: a folder without it is no policy yet.
-    arrays = {name: np.array(array, order="C") for name, array in policy.fitted.items()}
+    arrays = policy.fitted | {_MEMORY + name: array for name, array in policy.memory.items()}
+    arrays = {name: np.array(array, order="C") for name, array in arrays.items()}
     write_atomically(path / "policy.safetensors", lambda partial: save_file(arrays, partial))
     write_json(
         path / "policy.json",
@@ -37,6 +42,7 @@ def save_policy(policy: Policy, path: str | pathlib.Path) -> None:
             "policy": policy.name,
             "params": policy.get_params(),
             "features": list(policy.features),
+            "memory": list(policy.memory),
         },
     )
 
@@ -58,8 +64,18 @@ def load_policy(path: str | pathlib.Path) -> Policy:
     try:
         policy = policy_class(value["policy"])(**value["params"])
         policy.fitted = load_file(path / "policy.safetensors")
-        if (saved := value["features"]) != list(policy.features):
-            raise ValueError(f"it reads {', '.join(saved)}, and the installed one {', '.join(policy.features)}")
+        if "memory" in value:  # a policy saved before there were memories starts with a new one
+            memory = {name: policy.fitted.pop(_MEMORY + name) for name in value["memory"]}
+            if (saved := _layout(memory)) != (installed := _layout(policy.new_memory())):
+                raise ValueError(f"it remembers {saved}, and the installed one {installed}")
+            policy.memory = memory
+        if (names := value["features"]) != list(policy.features):
+            raise ValueError(f"it reads {', '.join(names)}, and the installed one {', '.join(policy.features)}")
     except (KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
         raise SpecKVError(f"{path}: is not a whole saved policy ({error}); save it again") from None
     return policy
+
+
+def _layout(memory: Memory) -> dict[str, str]:
+    """Type and shape of each array."""
+    return {name: f"{array.dtype}{list(array.shape)}" for name, array in sorted(memory.items())}

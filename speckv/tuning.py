@@ -1,5 +1,6 @@
 """Choosing among candidates on training prompts, one choice for each compression."""
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,12 +16,15 @@ from speckv.traces import Rollouts
 def fastest_by_compression(candidates: Sequence[Policy], traces: Rollouts, costs: CostModel) -> IntArray:
     """Index of the candidate with the highest throughput on `traces`, for each compression.
 
-    Ties go to the earlier candidate, so put the simpler ones first. Compressions that the traces lack get 0.
+    Ties go to the earlier candidate, so put the simpler ones first. Compressions that the traces lack get 0. Every
+    candidate starts with a new memory, and what it learns here is not kept.
 
     Returns:
         (number of known compressions,) integers, by compression code.
     """
-    seconds = np.stack([replay(policy, traces, costs).sequence_seconds for policy in candidates])
+    seconds = np.stack(
+        [replay(copy.deepcopy(policy).forget(), traces, costs).sequence_seconds for policy in candidates]
+    )
     best = np.zeros(len(COMPRESSIONS), dtype=np.int64)
     for code, name in enumerate(COMPRESSIONS):
         if (mask := traces.compressions == name).any():
@@ -34,7 +38,7 @@ def settle_rate(policy: Policy, traces: Rollouts, costs: CostModel, rounds: int 
     A step of `tokens` in `seconds` is worth tokens - rate * seconds, where rate is the throughput of the whole
     run; only then does the best step belong to the best run (Dinkelbach's method for ratios). Starts from no
     speculation and leaves the rate of the best round in `policy.fitted["rate"]`, (number of known compressions,)
-    tokens a second.
+    tokens a second. Every round starts with a new memory, and what the policy learns in it is not kept.
     """
     context = int(traces.prompt_lengths.mean())
     rate = np.zeros(len(COMPRESSIONS))
@@ -44,7 +48,7 @@ def settle_rate(policy: Policy, traces: Rollouts, costs: CostModel, rounds: int 
     best_rate, best = rate.copy(), np.zeros(len(COMPRESSIONS))
     for _ in range(rounds):
         policy.fitted["rate"] = rate
-        run = replay(policy, traces, costs)
+        run = replay(copy.deepcopy(policy).forget(), traces, costs)
         reached = rate.copy()
         for code, name in enumerate(COMPRESSIONS):
             if (mask := traces.compressions == name).any():

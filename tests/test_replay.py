@@ -437,6 +437,7 @@ def test_features_of_a_sequence_by_hand():
         "running_acceptance": [1 / 2, 3 / 4, 4 / 6, 4 / 6],
         "target_entropy": [0, 3, 5, 6],
         "target_margin": [0, 13, 15, 16],
+        "batch_size": [1, 1, 1, 1],
     }
     assert expected.keys() == set(names)
     for name in names:
