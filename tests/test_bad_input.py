@@ -223,7 +223,7 @@ def test_a_sequence_at_an_unknown_compression_with_costs_is_refused(place):
     [
         ("fixd", "policy 'fixd' is unknown; did you mean 'fixed'?"),
         ("hazzard", "did you mean 'hazard'?"),
-        ("qqqqqqqq", "the known ones are best-fixed, confidence"),
+        ("qqqqqqqq", "the known ones are adaedl, adaptive-confidence"),
         ("", "policy '' is unknown"),
         ("fixed:gama=4", "policy 'fixed' has no parameter 'gama'; it has gamma"),
         ("none:gamma=4", "policy 'none' has no parameter 'gamma'; it has none"),
@@ -232,7 +232,7 @@ def test_a_sequence_at_an_unknown_compression_with_costs_is_refused(place):
         ("fixed:gamma=-1", "choose_gamma returned -1"),
         ("fixed:gamma=2.5", "choose_gamma must return integers"),
         ('fixed:gamma="four"', "choose_gamma must return integers"),
-        ("heuristic:start=-3", "choose_gamma returned -3"),
+        ("heuristic:start=-3", "start is -3; it must be a whole number from 0"),
     ],
 )
 def test_policies(spec, message, place):
@@ -240,8 +240,8 @@ def test_policies(spec, message, place):
 
 
 def test_a_policy_that_answers_nonsense_is_named(place):
-    line = refuse(place, *compare(place, "--policy", "heuristic:start=-3", "--folds", 2))
-    assert "heuristic.choose_gamma" in line
+    line = refuse(place, *compare(place, "--policy", "fixed:gamma=-3", "--folds", 2))
+    assert "fixed.choose_gamma" in line
 
 
 @pytest.mark.parametrize("spec", ["hazard:regularisation=-1", "mlp:hidden=0", "mlp:gammas=3"])

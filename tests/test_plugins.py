@@ -22,17 +22,16 @@ from .synthetic import make_costs, make_sequences, write_dataset
 
 EXAMPLE = pathlib.Path(__file__).parents[1] / "plugins" / "speckv-example"
 ZOO = {
-    "none",
-    "fixed",
-    "best-fixed",
-    "heuristic",
-    "confidence",
-    "mlp",
-    "mlp-throughput",
-    "hazard",
-    "perfect-judge",
-    "oracle",
-}
+    "none", "fixed", "best-fixed",
+    "heuristic", "gammatune", "draft-window", "hill-climb", "tiers",
+    "leviathan", "goodput", "dsde",
+    "confidence", "adaptive-confidence", "p-min", "kangaroo", "svip", "draft-verify", "adaedl",
+    "disco", "specdec-pp", "survival-budget", "online-estimator", "hazard",
+    "mlp", "mlp-throughput", "forest",
+    "ucb1", "exp3", "thompson", "linucb",
+    "tapout", "hysteresis", "off-switch",
+    "perfect-judge", "task-oracle", "oracle",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The policy zoo: one file a policy, registered through the same hook that outsiders use."""
+"""The policy zoo: one file a family, registered through the same hook that outsiders use."""
 
 from collections.abc import Callable
 
@@ -7,17 +7,35 @@ import speckv
 
 @speckv.hookimpl
 def speckv_register_policies(register: Callable[[type[speckv.Policy]], None]) -> None:
-    from speckv_policies.best_fixed import BestFixed
-    from speckv_policies.confidence import Confidence
-    from speckv_policies.fixed import Fixed
+    from speckv_policies.acceptance import Dsde, Goodput, Leviathan
+    from speckv_policies.bandits import Exp3, LinUcb, Thompson, Ucb1
+    from speckv_policies.bounds import Oracle, PerfectJudge, TaskOracle
+    from speckv_policies.estimators import Disco, OnlineEstimator, SpecDecPlusPlus, SurvivalBudget
+    from speckv_policies.fixed import BestFixed, Fixed, NoSpeculation
+    from speckv_policies.forest import Forest
     from speckv_policies.hazard import Hazard
-    from speckv_policies.heuristic import Heuristic
+    from speckv_policies.meta import Hysteresis, OffSwitch, TapOut
     from speckv_policies.mlp import Mlp, MlpThroughput
-    from speckv_policies.no_speculation import NoSpeculation
-    from speckv_policies.oracle import Oracle
-    from speckv_policies.perfect_judge import PerfectJudge
+    from speckv_policies.thresholds import (
+        AdaEdl,
+        AdaptiveConfidence,
+        Confidence,
+        DraftVerify,
+        Kangaroo,
+        MinimumProbability,
+        Svip,
+    )
+    from speckv_policies.windows import DraftWindow, GammaTune, Heuristic, HillClimb, Tiers
 
     for policy in (
-        NoSpeculation, Fixed, BestFixed, Heuristic, Confidence, Mlp, MlpThroughput, Hazard, PerfectJudge, Oracle,
+        NoSpeculation, Fixed, BestFixed,
+        Heuristic, GammaTune, DraftWindow, HillClimb, Tiers,
+        Leviathan, Goodput, Dsde,
+        Confidence, AdaptiveConfidence, MinimumProbability, Kangaroo, Svip, DraftVerify, AdaEdl,
+        Disco, SpecDecPlusPlus, SurvivalBudget, OnlineEstimator, Hazard,
+        Mlp, MlpThroughput, Forest,
+        Ucb1, Exp3, Thompson, LinUcb,
+        TapOut, Hysteresis, OffSwitch,
+        PerfectJudge, TaskOracle, Oracle,
     ):  # fmt: skip
         register(policy)

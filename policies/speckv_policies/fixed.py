@@ -1,8 +1,22 @@
-"""A constant gamma."""
+"""Constant numbers of tokens: none, one that the user chose, and the best."""
 
+from typing import Self
+
+import numpy as np
 import numpy.typing as npt
 
-from speckv import Features, Policy, State
+from speckv import CostModel, Features, Policy, Rollouts, State
+from speckv.tuning import fastest_by_compression
+
+
+class NoSpeculation(Policy):
+    """Never drafts: the target decodes one token a step. The baseline that speculation has to beat."""
+
+    name = "none"
+    source = "plain autoregressive decoding"
+
+    def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
+        return 0
 
 
 class Fixed(Policy):
@@ -29,3 +43,22 @@ class Fixed(Policy):
 
     def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
         return self.gamma
+
+
+class BestFixed(Policy):
+    """Drafts a constant number of tokens: the fastest on the training prompts, for each compression.
+
+    This is the baseline that an adaptive policy has to beat (0, no speculation, is among its choices).
+    """
+
+    name = "best-fixed"
+    features = ("compression",)
+    source = "a sweep over all gammas on the training prompts under the cost model at hand"
+
+    def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
+        candidates = [Fixed(gamma) for gamma in range(traces.gamma_max + 1)]
+        self.fitted = {"gamma": fastest_by_compression(candidates, traces, costs)}
+        return self
+
+    def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
+        return self.fitted["gamma"][features["compression"].astype(np.int64)]

@@ -1,4 +1,4 @@
-"""The acceptance predictor of the SpecKV paper."""
+"""The acceptance predictor of the SpecKV paper, and a form of it that asks for throughput."""
 
 from typing import ClassVar, Self
 
@@ -9,16 +9,61 @@ from speckv import CostModel, Features, Policy, Rollouts, State, replay
 from speckv.features import FloatArray
 from speckv.tuning import settle_rate, step_seconds
 from speckv_policies.fixed import Fixed
+from speckv_policies.parameters import check_count
 
-_SIGNALS = ("last_mean_entropy", "last_mean_top1", "last_max_entropy", "last_min_top1", "compression")
+SIGNALS = ("last_mean_entropy", "last_mean_top1", "last_max_entropy", "last_min_top1", "compression")
 
 
-class Mlp(Policy):
-    """Predicts the acceptance rate f of each gamma, and plays the one with the most tokens a step, f * gamma + 1.
+class AcceptancePredictor(Policy):
+    """Plays the gamma with the most tokens a step, f * gamma + 1, where f is its predicted acceptance rate.
 
-    The predictor is the paper's: one hidden layer on mean and maximum entropy, mean and minimum confidence,
-    compression, and gamma. The paper feeds it the signals of the very block whose length it chooses, which no
-    decoder has at that moment; here they are those of the previous step (rule R1).
+    f depends on mean and maximum entropy, mean and minimum confidence, compression, and gamma. The paper takes the
+    signals of the very block whose length it chooses, which no decoder has at that moment; here they are those of
+    the previous step (rule R1).
+    """
+
+    features = SIGNALS
+
+    def __init__(self, gammas: tuple[int, ...], records: int) -> None:
+        super().__init__()
+        if not gammas or min(gammas) < 0:
+            raise ValueError(f"gammas are {list(gammas)}; they must be a list of numbers from 0")
+        check_count(1, records=records)
+        self.gammas, self.records = tuple(gammas), records
+
+    @property
+    def required_gamma(self) -> int:
+        return max(self.gammas)
+
+    def _records(self, traces: Rollouts, costs: CostModel, seed: int) -> tuple[FloatArray, FloatArray]:
+        """Inputs (n, 6) and acceptance rates (n,): each gamma played constantly, one record a step, as in the paper."""
+        inputs, rates = [], []
+        for gamma in self.gammas:
+            if gamma == 0:
+                continue
+            run = replay(Fixed(gamma), traces, costs, features=SIGNALS)
+            whole = run.gamma == gamma  # the budget may have cut the last steps of a sequence short
+            columns = [run.features[name][whole] for name in SIGNALS]
+            inputs.append(np.column_stack([*columns, np.full(whole.sum(), float(gamma))]))
+            rates.append(run.accepted[whole] / gamma)
+        x, y = np.concatenate(inputs), np.concatenate(rates)
+        chosen = np.random.default_rng(seed).permutation(len(y))[: self.records]
+        return x[chosen], y[chosen]
+
+    def predict(self, features: Features) -> FloatArray:
+        """Predicted acceptance rate of each gamma, (n, number of gammas), from 0 to 1."""
+        raise NotImplementedError
+
+    def _value(self, features: Features) -> FloatArray:
+        """What each gamma is worth, (n, number of gammas)."""
+        return np.asarray(self.predict(features) * np.array(self.gammas) + 1)
+
+    def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
+        return np.asarray(np.array(self.gammas)[self._value(features).argmax(axis=1)])
+
+
+class Mlp(AcceptancePredictor):
+    """Predicts the acceptance rate of each gamma with one hidden layer, and plays the most tokens a step.
 
     Args:
         gammas: the choices, tokens.
@@ -28,7 +73,6 @@ class Mlp(Policy):
     """
 
     name = "mlp"
-    features = _SIGNALS
     source = (
         "SpecKV (arXiv 2605.02888), constants read in its source: gammas 2, 4, 6, 8, 16 units, scikit-learn "
         "MLPRegressor with max_iter 500 and seed 42; scaling of the inputs is ours"
@@ -38,14 +82,9 @@ class Mlp(Policy):
     def __init__(
         self, gammas: tuple[int, ...] = (2, 4, 6, 8), hidden: int = 16, records: int = 4089, random_state: int = 42
     ) -> None:
-        super().__init__()
-        if hidden < 1 or not gammas or min(gammas) < 0:
-            raise ValueError("hidden must be 1 or more, and gammas a list of numbers from 0")
-        self.gammas, self.hidden, self.records, self.random_state = tuple(gammas), hidden, records, random_state
-
-    @property
-    def required_gamma(self) -> int:
-        return max(self.gammas)
+        super().__init__(gammas, records)
+        check_count(1, hidden=hidden)
+        self.hidden, self.random_state = hidden, random_state
 
     def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
         from sklearn.neural_network import MLPRegressor
@@ -71,36 +110,19 @@ class Mlp(Policy):
             settle_rate(self, traces, costs)
         return self
 
-    def _records(self, traces: Rollouts, costs: CostModel, seed: int) -> tuple[FloatArray, FloatArray]:
-        """Inputs (n, 6) and acceptance rates (n,): each gamma played constantly, one record a step, as in the paper."""
-        inputs, rates = [], []
-        for gamma in self.gammas:
-            if gamma == 0:
-                continue
-            run = replay(Fixed(gamma), traces, costs, features=_SIGNALS)
-            whole = run.gamma == gamma  # the budget may have cut the last steps of a sequence short
-            columns = [run.features[name][whole] for name in _SIGNALS]
-            inputs.append(np.column_stack([*columns, np.full(whole.sum(), float(gamma))]))
-            rates.append(run.accepted[whole] / gamma)
-        x, y = np.concatenate(inputs), np.concatenate(rates)
-        chosen = np.random.default_rng(seed).permutation(len(y))[: self.records]
-        return x[chosen], y[chosen]
-
     def predict(self, features: Features) -> FloatArray:
-        """Predicted acceptance rate of each gamma, (n, number of gammas), clipped to [0, 1]."""
-        x = np.column_stack([features[name] for name in _SIGNALS])
+        x = np.column_stack([features[name] for name in SIGNALS])
         shared = x @ self.fitted["hidden"][:-1] + self.fitted["hidden_bias"]
         by_gamma = np.outer(self.gammas, self.fitted["hidden"][-1])
         hidden = np.maximum(shared[:, None, :] + by_gamma[None], 0.0)
         return np.asarray(np.clip(hidden @ self.fitted["out"] + self.fitted["out_bias"][0], 0.0, 1.0))
 
-    def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
-        gammas = np.array(self.gammas)
-        value = self.predict(features) * gammas + 1
+    def _value(self, features: Features) -> FloatArray:
+        value = super()._value(features)
         if self.objective == "throughput":
             code = features["compression"].astype(np.int64)
             value = value - self.fitted["rate"][code, None] * self.fitted["seconds"][code]
-        return np.asarray(gammas[value.argmax(axis=1)])
+        return value
 
 
 class MlpThroughput(Mlp):
