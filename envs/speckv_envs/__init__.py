@@ -1,8 +1,31 @@
-"""Gymnasium environments: the choice of gamma as a decision problem.
+"""Gymnasium environments: the length of a draft as a decision problem.
 
-Importing this package registers `speckv/Replay-v0` with Gymnasium.
+Importing this package registers them; `gymnasium.make("speckv_envs:speckv/Replay-v0")` imports it, too. Each has its
+page in the docstring of its class:
+
+- `speckv/Replay-v0`, `speckv_envs.replay.ReplayEnv`: one action a step, how many tokens to draft.
+- `speckv/ReplayStop-v0`, `speckv_envs.stop.ReplayStopEnv`: stop or go after each drafted token.
+- `speckv/ModelPair-v0`, `speckv_envs.live.ModelPairEnv`: one action a step, with real models.
+- `speckv/Identity-v0`, `speckv_envs.identity.IdentityEnv`: a learner's sanity check.
+
+`gymnasium.make_vec` gives all but the live one in NumPy, many episodes at once. `speckv_envs.checks` holds what an
+environment like these must keep to.
 """
 
 import gymnasium
 
-gymnasium.register(id="speckv/Replay-v0", entry_point="speckv_envs.replay:ReplayEnv")
+
+def _register(name: str, module: str, vector: bool = True, nondeterministic: bool = False) -> None:
+    place = f"speckv_envs.{module}:{name}"
+    gymnasium.register(
+        id=f"speckv/{name}-v0",
+        entry_point=f"{place}Env",
+        vector_entry_point=f"{place}VectorEnv" if vector else None,
+        nondeterministic=nondeterministic,
+    )
+
+
+_register("Replay", "replay")
+_register("ReplayStop", "stop")
+_register("ModelPair", "live", vector=False, nondeterministic=True)
+_register("Identity", "identity")

@@ -1,0 +1,40 @@
+"""What a step is worth."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from speckv.costs import CostModel
+from speckv.errors import SpecKVError
+from speckv.features import FloatArray, IntArray
+
+#: Name -> reward of steps from their committed tokens, their seconds, and the rate of their sequences; (n,) each.
+REWARDS: dict[str, Callable[[IntArray, FloatArray, FloatArray], FloatArray]] = {
+    "throughput": lambda committed, seconds, rates: committed / seconds,
+    "average": lambda committed, seconds, rates: committed - rates * seconds,
+    "tokens": lambda committed, seconds, rates: committed.astype(float),
+}
+
+
+def check_reward(name: str) -> str:
+    """Return `name`, or raise SpecKVError if there is no such reward."""
+    if name not in REWARDS:
+        raise SpecKVError(f"reward {name!r} is unknown; choose one of {', '.join(REWARDS)}")
+    return name
+
+
+def rate_of(compression: str, rate: float | Mapping[str, float] | None, costs: CostModel, context: int) -> float:
+    """The rate at a compression, tokens a second: as given or, where None is, that of decoding without speculation.
+
+    Raises:
+        SpecKVError: it is not a positive number, or not given for this compression.
+    """
+    if rate is None:
+        return 1 / (costs.verify_of(compression).at(1, context) + costs.overhead)
+    if isinstance(rate, Mapping):
+        if compression not in rate:
+            raise SpecKVError(f"rate says nothing of {compression!r}, only of {', '.join(rate)}; add it")
+        rate = rate[compression]
+    if not 0 < rate < np.inf:
+        raise SpecKVError(f"rate is {rate}; it must be a positive number of tokens a second")
+    return float(rate)
