@@ -134,7 +134,7 @@ def record(
         "compute": compute,
         "draft_compute": draft_compute,
         "decoding": "greedy",
-        "chat_template": pair.tokenizer.chat_template is not None,
+        "chat_template": pair.target.tokenizer.chat_template is not None,
     }
     run = {"command": shlex.join(["speckv", *sys.argv[1:]]), "machine": machine()}
     dataset = TraceDataset.create(out, Manifest(gamma_max, max_new_tokens, settings, [run]))
@@ -265,6 +265,174 @@ def profile(
 _TRACES = click.option(
     "--traces", "traces_path", type=_FOLDER, help="Trace folder.  [default: the recording that ships with speckv]"
 )
+
+
+@main.command()
+@click.option("--target", required=True, help="Target model: a folder or a name on the hub.")
+@click.option("--compression", default="bf16", show_default=True, help="How the target's weights are stored.")
+@click.option("--draft", help="Draft model with the target's tokenizer: a folder or a name on the hub.")
+@click.option("--draft-compression", default="bf16", show_default=True)
+@click.option("--early-exit", "exit_layers", type=click.IntRange(1), help="Draft with so many layers of the target.")
+@click.option("--prompt-lookup", is_flag=True, help="Draft what followed the same tokens earlier in the text.")
+@click.option("--compute", type=click.Choice(["native", "float32"]), default="native", show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="A torch device, such as cuda.")
+@click.option(
+    "--policy",
+    "policy_spec",
+    default="fixed:gamma=4",
+    show_default=True,
+    help="NAME, NAME:PARAMETER=VALUE,… or the folder of a saved policy. One that learns is fitted first.",
+)
+@click.option("--prompt", required=True, help="A user's text; - reads it from standard input.")
+@click.option("--max-new-tokens", default=128, show_default=True, type=click.IntRange(1))
+@click.option("--min-new-tokens", default=0, show_default=True, type=click.IntRange(0))
+@click.option("--stop", multiple=True, help="A string that ends the text, may be repeated.")
+@click.option(
+    "--sampling",
+    type=click.Choice(["greedy", "rejection", "gumbel"]),
+    default="greedy",
+    show_default=True,
+    help="Gumbel-coupled text depends on the seed alone, not on what is drafted.",
+)
+@click.option("--temperature", default=1.0, show_default=True)
+@click.option("--top-k", default=0, show_default=True)
+@click.option("--top-p", default=1.0, show_default=True)
+@click.option("--min-p", default=0.0, show_default=True)
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
+@click.option("--gamma-max", default=16, show_default=True, type=click.IntRange(0))
+@_TRACES
+@click.option(
+    "--costs",
+    "costs_path",
+    type=click.Path(path_type=pathlib.Path),
+    help="Cost model that a policy is fitted to.  [default: the first that ships with speckv]",
+)
+@click.option("--no-speculation", is_flag=True, help="Decode without drafting as well, for the speed-up.")
+def decode(
+    target: str,
+    compression: str,
+    draft: str | None,
+    draft_compression: str,
+    exit_layers: int | None,
+    prompt_lookup: bool,
+    compute: str,
+    device: str,
+    policy_spec: str,
+    prompt: str,
+    max_new_tokens: int,
+    min_new_tokens: int,
+    stop: tuple[str, ...],
+    sampling: str,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
+    gamma_max: int,
+    traces_path: pathlib.Path | None,
+    costs_path: pathlib.Path | None,
+    no_speculation: bool,
+) -> None:
+    """Decode a prompt: the text as it grows, drafted tokens in green, and what the speculation was worth."""
+    if sum(map(bool, (draft, exit_layers, prompt_lookup))) != 1:
+        raise SpecKVError("tokens have to be drafted somehow: give one of --draft, --early-exit and --prompt-lookup")
+    if sampling == "greedy" and (temperature, top_k, top_p, min_p) != (1.0, 0, 1.0, 0.0):
+        raise SpecKVError("greedy decoding takes no temperature, top-k, top-p or min-p; add --sampling gumbel")
+    text = sys.stdin.read() if prompt == "-" else prompt
+    policy, costs = _playable_policy(policy_spec, compression, traces_path, costs_path)
+
+    from rich.console import Console
+    from rich.text import Text
+
+    from speckv.live.decoder import SpeculativeDecoder
+    from speckv.live.drafting import PromptLookup
+    from speckv.live.models import LanguageModel, ModelPair, early_exit
+    from speckv.live.sampling import Greedy, Gumbel, Rejection
+
+    warping = (temperature, top_k, top_p, min_p)
+    sampler = Greedy() if sampling == "greedy" else {"rejection": Rejection, "gumbel": Gumbel}[sampling](*warping)
+    drafter: LanguageModel | PromptLookup
+    if draft is not None:
+        loaded, drafter = ModelPair.load(target, draft, compression, draft_compression, compute, compute, device)
+    else:
+        loaded = LanguageModel.load(target, compression, compute, device)
+        drafter = early_exit(loaded, exit_layers) if exit_layers else PromptLookup()
+    decoder = SpeculativeDecoder(loaded, drafter, policy, sampler=sampler, gamma_max=gamma_max, costs=costs)
+    console = Console(highlight=False, soft_wrap=True)
+    options: Any = {"min_new_tokens": min_new_tokens, "stop": stop, "seed": seed}
+    stream = decoder.stream(text, max_new_tokens, **options)
+    for pieces in stream:
+        for piece in pieces:
+            console.print(Text(piece.text, "green" if piece.drafted else ""), end="")
+    console.print()
+    speculative = stream.decoded
+    console.print(Text(_summary(speculative, policy.label), "dim"))
+    if no_speculation:
+        plain = SpeculativeDecoder(loaded, PromptLookup(), _plain(), sampler=sampler, gamma_max=0)
+        alone = plain.generate(text, max_new_tokens, **options)
+        same = _compared(alone.tokens, speculative.tokens, sampling)
+        console.print(
+            Text(
+                f"without speculation: {alone.throughput:.3g} tokens/s, {same}; "
+                f"speed-up {speculative.throughput / alone.throughput:.2f}",
+                "dim",
+            )
+        )
+
+
+def _playable_policy(
+    spec: str, compression: str, traces_path: pathlib.Path | None, costs_path: pathlib.Path | None
+) -> tuple[Any, Any]:
+    """A policy that can decode a target at a compression, fitted if it has to be, and the cost model for it."""
+    from speckv.costs import CostModel
+    from speckv.plugins import make_policy
+    from speckv.policy import Policy
+    from speckv.saving import load_policy
+    from speckv.shipped import shipped_costs, shipped_traces
+    from speckv.traces import TraceDataset
+
+    saved = (pathlib.Path(spec) / "policy.json").exists()
+    policy = load_policy(spec) if saved else make_policy(spec)
+    costs = CostModel.load(costs_path) if costs_path else shipped_costs()[0]
+    if type(policy).fit is not Policy.fit and not policy.fitted:
+        recorded = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
+        if compression not in recorded.compressions:
+            raise SpecKVError(
+                f"policy {spec!r} learns from a recording, which has no target in {compression}, only in "
+                f"{', '.join(sorted(set(recorded.compressions.tolist())))}; name another with --traces"
+            )
+        policy.fit(recorded, costs)
+    return policy, costs
+
+
+def _compared(tokens: list[int], others: list[int], sampling: str) -> str:
+    """Whether two texts are the same, and why they may not be."""
+    if tokens == others:
+        return "the same text"
+    if sampling == "rejection":
+        return "another text, as rejection sampling draws other tokens when it drafts"
+    pairs = enumerate(zip(tokens, others, strict=False))
+    at = next((index for index, (a, b) in pairs if a != b), min(len(tokens), len(others)))
+    return f"another text from token {at} on: a near tie that rounds differently where several tokens share a forward"
+
+
+def _plain() -> Any:
+    from speckv.plugins import make_policy
+
+    return make_policy("none")
+
+
+def _summary(decoded: Any, label: str) -> str:
+    """One line: speed, acceptance, and how often each gamma was played."""
+    from collections import Counter
+
+    counts = Counter(step.gamma for step in decoded.steps)
+    histogram = " ".join(f"{gamma}x{counts[gamma]}" for gamma in sorted(counts))
+    return (
+        f"{label}: {len(decoded.tokens)} tokens in {decoded.seconds:.2f} s, {decoded.throughput:.3g} tokens/s; "
+        f"accepted {decoded.acceptance_rate:.0%} of drafted, {decoded.mean_acceptance_length:.2f} tokens a step; "
+        f"gamma x steps: {histogram}; ended by {decoded.finish_reason}"
+    )
 
 
 @main.command()

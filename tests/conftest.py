@@ -39,27 +39,27 @@ def byte_tokenizer(end: str = "<|endoftext|>"):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
 
 
-def tiny_model(seed: int):
+def tiny_model(seed: int, **settings):
     """A random Qwen2 of two layers, weights scaled up so that its greedy text is varied, unsure here and there,
-    and sometimes ends."""
+    and sometimes ends. `settings` change its configuration."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=PADDED_VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=END,
-        pad_token_id=END,
-    )
-    model = Qwen2ForCausalLM(config).float().eval()
+    usual = {
+        "vocab_size": PADDED_VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": END,
+        "pad_token_id": END,
+    }
+    model = Qwen2ForCausalLM(Qwen2Config(**usual | settings)).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:

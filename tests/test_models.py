@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from speckv.errors import SpecKVError
-from speckv.live.models import CachedModel, ModelPair, load_model
-from speckv.live.signals import draft_signals, entropy, target_signals
+from speckv.live.caching import CachedModel
+from speckv.live.models import LanguageModel, ModelPair, load_model
+from speckv.live.signals import draft_signals, drawn_signals, entropy, target_signals
 from tests.conftest import END, PADDED_VOCABULARY, byte_tokenizer
 
 TOKENS = [72, 101, 108, 108, 111, 32, 119, 111, 114, 108, 100]
@@ -68,26 +69,17 @@ def test_float32_of_quantised_computes_with_the_stored_values(compression, large
 
 @pytest.mark.parametrize("compression", ["fp32", "bf16", "nf4", "int8"])
 def test_float32_does_not_depend_on_how_many_tokens_share_a_forward(compression, calm_model):
-    model = load_model(calm_model, compression, "float32")
-    together, single = CachedModel(model, END + 1), CachedModel(model, END + 1)
-    one_by_one = torch.cat([single.forward([token]) for token in TOKENS])
-    assert relative_error(together.forward(TOKENS), one_by_one) < 1e-5
-
-
-def test_cache_rolls_back(small_pair):
-    cached = CachedModel(small_pair.target, small_pair.vocabulary_size)
-    cached.prefill(TOKENS[:-1])
-    expected = cached.forward(TOKENS[-1:])
-    cached.crop(len(TOKENS) - 1)
-    cached.forward([1, 2, 3])
-    cached.crop(len(TOKENS) - 1)
-    assert cached.length == cached.cache.get_seq_length() == len(TOKENS) - 1
-    torch.testing.assert_close(cached.forward(TOKENS[-1:]), expected)
+    model = LanguageModel.load(calm_model, compression, "float32", tokenizer=byte_tokenizer())
+    together, single = CachedModel(model), CachedModel(model)
+    one_by_one = torch.cat([single.forward(torch.tensor([[token]])) for token in TOKENS], dim=1)
+    assert relative_error(together.forward(torch.tensor([TOKENS])), one_by_one) < 1e-5
 
 
 def test_padding_of_the_vocabulary_is_dropped(small_pair):
-    assert small_pair.vocabulary_size == END + 1 < small_pair.target.config.vocab_size
-    assert CachedModel(small_pair.target, small_pair.vocabulary_size).forward([1, 2]).shape == (2, END + 1)
+    target = small_pair.target
+    assert target.vocabulary_size == END + 1 < target.model.config.vocab_size
+    assert CachedModel(target).forward(torch.tensor([[1, 2]])).shape == (1, 2, END + 1)
+    assert CachedModel(target).next_logits(torch.tensor([[1, 2]])).shape == (1, END + 1)
 
 
 def test_different_tokenizers_are_refused(small_pair_paths, calm_model):
@@ -113,7 +105,7 @@ def test_missing_model_is_refused(tmp_path):
 
 
 def test_end_ids(small_pair):
-    assert small_pair.eos_ids == {END}
+    assert small_pair.target.eos_ids == {END}
 
 
 def test_signals_of_a_known_distribution():
@@ -133,14 +125,29 @@ def test_top10_is_the_mass_of_ten():
     assert draft_signals(logits)["draft_top10"][0] == pytest.approx(0.25)
 
 
-def test_impossible_tokens_leave_entropy_finite():
+def test_impossible_tokens_leave_signals_finite():
     logits = torch.tensor([[0.0, 0.0, -math.inf, -math.inf], [5.0, -math.inf, -math.inf, -math.inf]])
-    assert draft_signals(logits)["draft_entropy"] == pytest.approx([math.log(2), 0.0])
-    log_p = torch.log_softmax(logits, -1)
-    assert entropy(log_p.exp(), log_p).isfinite().all()
+    drawn = drawn_signals(logits, torch.tensor([1, 0]))
+    assert drawn["draft_entropy"].tolist() == pytest.approx([math.log(2), 0.0])
+    assert drawn["draft_probability"].tolist() == pytest.approx([0.5, 1.0])
+    assert all(values.isfinite().all() for values in drawn.values())
+    assert entropy(torch.log_softmax(logits, -1)).isfinite().all()
+    assert target_signals(logits)["target_entropy"].tolist() == pytest.approx([math.log(2), 0.0])
+
+
+def test_an_impossible_token_that_was_drawn_has_probability_zero():
+    drawn = drawn_signals(torch.tensor([[0.0, -math.inf]]), torch.tensor([1]))
+    assert drawn["draft_probability"].tolist() == [0.0]
+
+
+def test_probability_of_the_likeliest_token_is_the_recorded_number():
+    """Bit for bit, also when several positions share a call: a replay has nothing but `draft_top1`."""
+    logits = torch.randn(2, 5, 300, generator=torch.Generator().manual_seed(0)) * 4
+    drawn = drawn_signals(logits, logits.argmax(-1))
+    assert drawn["draft_probability"].equal(draft_signals(logits)["draft_top1"])
 
 
 @pytest.mark.parametrize("signals", [draft_signals, target_signals])
-def test_nan_logits_are_refused(signals):
-    with pytest.raises(SpecKVError, match="row 1"):
-        signals(torch.tensor([[0.0, 1.0], [0.0, math.nan]]))
+def test_nan_logits_show_in_their_own_row(signals):
+    for values in signals(torch.tensor([[0.0, 1.0], [0.0, math.nan]])).values():
+        assert values.isnan().tolist() == [False, True]

@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from speckv.live.decoder import SpeculativeDecoder, _Decoding
-from speckv.live.models import CachedModel, ModelPair
+from speckv.live.caching import CachedModel
+from speckv.live.decoder import SpeculativeDecoder
+from speckv.live.models import ModelPair
 from speckv.live.recorder import record
 from speckv.policy import Policy
 from speckv.prompts import load_prompts
 from speckv.replaying import replay
 from speckv.traces import Manifest, TraceDataset
+from tests.live import decoding_of
 
 pytestmark = pytest.mark.real_model
 
@@ -55,6 +57,17 @@ class Confident(Policy):
         return features["draft_top1"] > self.threshold
 
 
+class Choosy(Policy):
+    """Decides the same before the token is drawn."""
+
+    name = "choosy"
+    features = ("draft_top1",)
+    threshold = 0.5
+
+    def draw_token(self, features, state):
+        return features["draft_top1"] > self.threshold
+
+
 @pytest.fixture(scope="module", params=["native", "float32"])
 def recorded(request, tmp_path_factory):
     """The pair, its recording of two prompts, and the largest error that rounding explains, in logits."""
@@ -69,9 +82,11 @@ def recorded(request, tmp_path_factory):
     dataset = TraceDataset.create(tmp_path_factory.mktemp("real") / "traces", Manifest(GAMMA_MAX, BUDGET, {}))
     rollouts = list(record(pair, load_prompts(PROMPTS)[:2], dataset))
     rounding = {}
-    for which, model in (("target", pair.target), ("draft", pair.draft)):
-        logits = CachedModel(model, pair.vocabulary_size).forward(rollouts[0].prompt_tokens.tolist())
-        rounding[which] = UNITS[model.dtype] * torch.finfo(model.dtype).eps * logits.abs().max().item()
+    for which, model in pair._asdict().items():
+        prompt = torch.from_numpy(rollouts[0].prompt_tokens.astype(np.int64))[None]
+        logits = CachedModel(model).forward(prompt)
+        dtype = model.model.dtype
+        rounding[which] = UNITS[dtype] * torch.finfo(dtype).eps * logits.abs().max().item()
     return compute, pair, dataset, rollouts, rounding
 
 
@@ -89,23 +104,29 @@ def recorded_draft(rollout, position):
 
 
 def decode(pair, policy, prompt_tokens):
-    """A live decode: its tokens, its steps, and the draft of each step."""
-    decoding = _Decoding(SpeculativeDecoder(pair, policy, GAMMA_MAX), prompt_tokens, BUDGET)
-    drafts, inner = [], decoding._draft
+    """A live decode: its tokens, its steps, and the tokens of each step's draft.
 
-    def noted(clock):
-        drafts.append(inner(clock))
-        return drafts[-1]
+    The last token of a draft counts even if the policy saw it and declined to draw it.
+    """
+    decoding = decoding_of(SpeculativeDecoder(*pair, policy, gamma_max=GAMMA_MAX), prompt_tokens, budget=BUDGET)
+    drafts, draw = [], decoding._draw
 
-    decoding._draft = noted
-    steps = list(decoding.steps())
-    return decoding.tokens, steps, drafts
+    def noted(logits, before, rows):
+        drafts[-1].append(draw(logits, before, rows))
+        return drafts[-1][-1]
+
+    decoding._draw = noted
+    while decoding.going:
+        drafts.append([])
+        decoding.step()
+    (sequence,) = decoding.sequences
+    return sequence.tokens, sequence.steps, [[int(drawn) for drawn, _ in draft] for draft in drafts]
 
 
-@pytest.mark.parametrize("policy", [Four(), Running(), Confident()], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", [Four(), Running(), Confident(), Choosy()], ids=lambda policy: policy.name)
 def test_flips_are_near_ties(policy, recorded, small_costs, capsys):
     compute, pair, dataset, rollouts, rounding = recorded
-    costs = type(small_costs)("any", small_costs.draft, {pair.compression: small_costs.verify["fp32"]})
+    costs = type(small_costs)("any", small_costs.draft, {pair.target.compression: small_costs.verify["fp32"]})
     traces = dataset.load()
     replayed = replay(policy, traces, costs)
     compared, flips = 0, []  # flips: (which, margin, the largest that rounding explains)
@@ -127,13 +148,14 @@ def test_flips_are_near_ties(policy, recorded, small_costs, capsys):
                 continue
             # Steps are compared up to the first that differs; it must differ for a reason that rounding explains.
             known, top1, top2 = recorded_draft(rollout, step.position)
-            differing = [at for at, (a, b) in enumerate(zip(draft.tokens, known, strict=False)) if a != b]
+            differing = [at for at, (a, b) in enumerate(zip(draft, known, strict=False)) if a != b]
             if differing:
                 at = differing[0]
                 flips.append(("draft", math.log(top1[at] / top2[at]), 2 * rounding["draft"]))
             else:
-                assert isinstance(policy, Confident), "the same draft, the same policy, another step"
-                at = min(len(draft.tokens), int(replayed.gamma[row])) - 1
+                assert isinstance(policy, Confident | Choosy), "the same draft, the same policy, another step"
+                # The last distribution that both looked at.
+                at = min(step.forwards, int(replayed.forwards[row])) - 1
                 p = float(top1[at])
                 # The log-odds of the threshold move no more than the logits do.
                 margin = abs(math.log(p / (1 - p)) - math.log(policy.threshold / (1 - policy.threshold)))

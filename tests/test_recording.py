@@ -134,7 +134,8 @@ def test_other_compressions_of_a_prompt_share_what_the_draft_said(small_pair, sm
     manifest = Manifest(8, 48, {})
     alone, after = (TraceDataset.create(tmp_path / name, manifest) for name in ("alone", "after"))
     list(record(small_pair, small_prompts[:4], after))
-    renamed = dataclasses.replace(small_pair, compression="bf16")  # the same model under another name
+    target = dataclasses.replace(small_pair.target, compression="bf16")  # the same model under another name
+    renamed = small_pair._replace(target=target)
     list(record(renamed, small_prompts[:4], alone))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_Recording, "_follow_some_branches", lambda *_: pytest.fail("drafted again"))

@@ -7,3 +7,25 @@ except ModuleNotFoundError as error:
     from speckv.errors import SpecKVError
 
     raise SpecKVError(f"{error.name} is not installed; run: pip install 'speckv[live]'") from None
+
+from speckv.live.decoder import SpeculativeDecoder
+from speckv.live.drafting import Drafter, ModelDrafter, PromptLookup
+from speckv.live.models import LanguageModel, ModelPair, early_exit
+from speckv.live.results import Decoded, Step
+from speckv.live.sampling import Greedy, Gumbel, Rejection, Sampler
+
+__all__ = [
+    "Decoded",
+    "Drafter",
+    "Greedy",
+    "Gumbel",
+    "LanguageModel",
+    "ModelDrafter",
+    "ModelPair",
+    "PromptLookup",
+    "Rejection",
+    "Sampler",
+    "SpeculativeDecoder",
+    "Step",
+    "early_exit",
+]

@@ -1,17 +1,18 @@
-"""Model pairs: loading at a compression, and a model with a key-value cache that rolls back."""
+"""Language models: loading one at a compression, and the first layers of one as a draft."""
 
 import contextlib
+import copy
 import logging
 import pathlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from speckv.compression import check_compression
 from speckv.errors import SpecKVError
@@ -141,6 +142,93 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+@dataclass(frozen=True)
+class LanguageModel:
+    """A causal language model with its tokenizer: a target or a draft.
+
+    Attributes:
+        model: a transformers causal language model.
+        tokenizer: its tokenizer.
+        compression: how its weights are stored, one of `speckv.compression.COMPRESSIONS`. Left out, it is read off
+            the model.
+    """
+
+    model: Any
+    tokenizer: Any
+    compression: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compression", check_compression(self.compression or _compression_of(self.model)))
+
+    @classmethod
+    def load(
+        cls, name: str, compression: str, compute: str = "native", device: str = "cpu", tokenizer: Any = None
+    ) -> Self:
+        """Load a model as `load_model` does, and its tokenizer unless it is given."""
+        tokenizer = tokenizer or load_tokenizer(name)
+        return cls(load_model(name, compression, compute, device), tokenizer, compression)
+
+    @property
+    def name(self) -> str:
+        """What messages and recordings call it: the last part of a folder's path, or the name on the hub."""
+        return model_name(self.model.name_or_path or self.model.config.model_type)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.model.device)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Logits that stand for a token. A padded embedding has more; those rows mean nothing."""
+        return len(self.tokenizer)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """All ids that end a sequence: those of the generation settings and the tokenizer's own."""
+        configured = self.model.generation_config.eos_token_id
+        ids = configured if isinstance(configured, list) else [configured]
+        return frozenset(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
+
+
+def _compression_of(model: Any) -> str:
+    """How the weights of a model that a user loaded are stored."""
+    if getattr(model, "is_loaded_in_8bit", False):
+        return "int8"
+    if getattr(model, "is_loaded_in_4bit", False):
+        return "nf4"
+    return next((name for name, dtype in _DTYPES.items() if dtype == model.dtype), str(model.dtype))
+
+
+class ModelPair(NamedTuple):
+    """A target and its draft."""
+
+    target: LanguageModel
+    draft: LanguageModel
+
+    @classmethod
+    def load(
+        cls,
+        target: str,
+        draft: str,
+        compression: str,
+        draft_compression: str = "bf16",
+        compute: str = "native",
+        draft_compute: str = "native",
+        device: str = "cpu",
+    ) -> Self:
+        """Load both models; a pair whose tokenizers differ is refused before any weight is read.
+
+        Raises:
+            SpecKVError: a model cannot be loaded, or the tokenizers differ.
+        """
+        tokenizers = load_tokenizer(target), load_tokenizer(draft)
+        check_same_tokenizer(*tokenizers, target, draft)
+        return cls(
+            LanguageModel.load(target, compression, compute, device, tokenizers[0]),
+            LanguageModel.load(draft, draft_compression, draft_compute, device, tokenizers[1]),
+        )
+
+
 def check_same_tokenizer(target: Any, draft: Any, target_name: str, draft_name: str) -> None:
     """Refuse two tokenizers that do not map the same strings to the same ids.
 
@@ -153,105 +241,59 @@ def check_same_tokenizer(target: Any, draft: Any, target_name: str, draft_name: 
         )
 
 
-def chat_tokens(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a user's text, in the model's chat template if it has one."""
-    if tokenizer.chat_template is None:
-        return list(tokenizer(text)["input_ids"])
-    messages = [{"role": "user", "content": text}]
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
-
-
-def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """All ids that end a sequence: those of the generation settings and the tokenizer's own."""
-    configured = model.generation_config.eos_token_id
-    ids = configured if isinstance(configured, list) else [configured]
-    return frozenset(i for i in (*ids, tokenizer.eos_token_id) if i is not None)
-
-
-@dataclass(frozen=True)
-class ModelPair:
-    """A target and its draft, with one tokenizer.
-
-    Attributes:
-        target, draft: transformers causal language models.
-        tokenizer: the target's.
-        eos_ids: ids that end a sequence.
-        compression: of the target's weights.
-    """
-
-    target: Any
-    draft: Any
-    tokenizer: Any
-    eos_ids: frozenset[int]
-    compression: str
-
-    @classmethod
-    def load(
-        cls,
-        target: str,
-        draft: str,
-        compression: str,
-        draft_compression: str = "bf16",
-        compute: str = "native",
-        draft_compute: str = "native",
-        device: str = "cpu",
-    ) -> "ModelPair":
-        """Load both models; refuse a pair whose tokenizers differ before any weight is read."""
-        tokenizer = load_tokenizer(target)
-        check_same_tokenizer(tokenizer, load_tokenizer(draft), target, draft)
-        model = load_model(target, compression, compute, device)
-        return cls(
-            target=model,
-            draft=load_model(draft, draft_compression, draft_compute, device),
-            tokenizer=tokenizer,
-            eos_ids=eos_ids(model, tokenizer),
-            compression=compression,
-        )
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Logits that stand for a token. A padded embedding has more; those rows mean nothing."""
-        return len(self.tokenizer)
-
-
-class CachedModel:
-    """A causal language model and the key-value cache of one sequence, which can roll back.
+def early_exit(target: LanguageModel, layers: int) -> LanguageModel:
+    """The first layers of a model with its own output head, as a draft of the whole. The weights are shared.
 
     Args:
-        model: a transformers causal language model.
-        vocabulary_size: logits beyond it are padding of the embedding and are dropped.
+        target: a model whose decoder keeps its layers in `layers`, as those of transformers do.
+        layers: how many of them, from 1 to one fewer than there are.
+
+    Raises:
+        SpecKVError: the model has no such layers, or not so many.
     """
+    whole = target.model
+    decoder: Any = getattr(whole, whole.base_model_prefix, None)
+    if not isinstance(getattr(decoder, "layers", None), torch.nn.ModuleList):
+        raise SpecKVError(f"{target.name}: its layers cannot be told apart, so that it has no early exit")
+    if not 1 <= layers < len(decoder.layers):
+        most = len(decoder.layers) - 1
+        raise SpecKVError(f"{target.name} has {most + 1} layers; exit early after 1 to {most} of them, not {layers}")
+    config = copy.deepcopy(whole.config)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    decoder, model = _share(decoder, config), _share(whole, config)
+    decoder._modules["layers"] = decoder.layers[:layers]
+    model._modules[whole.base_model_prefix] = decoder
+    return LanguageModel(model, target.tokenizer, target.compression)
 
-    def __init__(self, model: Any, vocabulary_size: int) -> None:
-        self.model = model
-        self.vocabulary_size = vocabulary_size
-        self.cache = DynamicCache(config=model.config)
-        self.length = 0
-        if not self.cache.is_croppable:
-            raise SpecKVError(f"{model.config.model_type}: its cache cannot be rolled back, so it cannot speculate")
-        self.cache.activate_past_recording()
 
-    @torch.inference_mode()
-    def forward(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Append `tokens` to the cache. Returns (len(tokens), vocabulary) float32 logits after each of them."""
-        ids = torch.tensor([list(tokens)], device=self.model.device)
-        logits = self.model(input_ids=ids, cache=self.cache, use_cache=True).logits
-        self.length += len(tokens)
-        return torch.as_tensor(logits[0, :, : self.vocabulary_size]).float()
+def _share(module: Any, config: Any) -> Any:
+    """A module with the same weights and another configuration."""
+    other = copy.copy(module)
+    other._modules = dict(module._modules)
+    other.config = config
+    return other
 
-    @torch.inference_mode()
-    def prefill(self, tokens: Sequence[int]) -> None:
-        """Append `tokens` to the cache without asking for their logits."""
-        if tokens:
-            ids = torch.tensor([list(tokens)], device=self.model.device)
-            self.model(input_ids=ids, cache=self.cache, use_cache=True, logits_to_keep=1)
-            self.length += len(tokens)
 
-    def crop(self, length: int) -> None:
-        """Forget everything behind the first `length` tokens."""
-        if length < self.length:
-            self.cache.crop(length - self.length)
-            self.length = length
+def to_device(integers: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Integers, nested or not, as a tensor on a device. `torch.tensor` would wait for all that the device has to do."""
+    tensor = torch.tensor(integers, dtype=torch.long)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def chat_tokens(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+    """Token ids of a user's text or of a chat's messages, in the model's chat template if it has one.
+
+    Raises:
+        SpecKVError: there are messages, and no chat template to put them in.
+    """
+    if tokenizer.chat_template is None:
+        if not isinstance(prompt, str):
+            raise SpecKVError("the tokenizer has no chat template for messages; give the text itself")
+        return list(tokenizer(prompt)["input_ids"])
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
 def model_name(name: str) -> str:

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from speckv.costs import CostModel, StepCosts, Timings
 from speckv.errors import SpecKVError
 from speckv.features import Features
-from speckv.live.decoder import SpeculativeDecoder, Step, choose_greedily
-from speckv.live.models import CachedModel, ModelPair, chat_tokens
+from speckv.live.caching import CachedModel
+from speckv.live.decoder import SpeculativeDecoder
+from speckv.live.models import ModelPair, chat_tokens
+from speckv.live.results import Step
 from speckv.machine import machine
 from speckv.policy import Policy, State
 from speckv.prompts import Prompt
@@ -101,9 +104,9 @@ def profile(
         verify[compression] = _timings(verify_seconds, "verify", verify_counts, contexts)
         decodes[compression] = []
         for prompt in prompts:
-            tokens = chat_tokens(pair.tokenizer, prompt.text)
+            tokens = chat_tokens(pair.target.tokenizer, prompt.text)
             for gamma in gammas:
-                decoded = SpeculativeDecoder(pair, _Fixed(gamma), gamma_max).generate(tokens, max_new_tokens)
+                decoded = SpeculativeDecoder(*pair, _Fixed(gamma), gamma_max=gamma_max).generate(tokens, max_new_tokens)
                 decodes[compression].append((len(tokens), decoded.steps))
                 progress(compression, done := done + 1, total)
         # The next pair is loaded into the memory of this one.
@@ -138,19 +141,22 @@ def _time_forwards(
     the time, so they are random.
     """
     models = {"draft": pair.draft, "verify": pair.target}
-    tokens = rng.integers(pair.vocabulary_size, size=max(n + context for _, n, context in forwards)).tolist()
+    most = max(n + context for _, n, context in forwards)
+    tokens = torch.from_numpy(rng.integers(pair.target.vocabulary_size, size=(1, most)))
     caches: dict[tuple[str, int], CachedModel] = {}
     for which, _, context in forwards:
         if (which, context) not in caches:
-            caches[which, context] = CachedModel(models[which], pair.vocabulary_size)
-            caches[which, context].prefill(tokens[:context])
+            caches[which, context] = CachedModel(models[which])
+            caches[which, context].prefill(tokens[:, :context].tolist())
 
     def seconds_of(which: str, n: int, context: int) -> float:
         cached = caches[which, context]
+        new = tokens[:, context : context + n].to(cached.device)
         start = time.perf_counter()
-        choose_greedily(cached.forward(tokens[context : context + n]))
+        logits = cached.next_logits(new) if which == "draft" else cached.forward(new)
+        logits.argmax(-1).tolist()
         seconds = time.perf_counter() - start
-        cached.crop(context)
+        cached.roll_back([context])
         return seconds
 
     for which, n in dict.fromkeys((which, n) for which, n, _ in forwards):

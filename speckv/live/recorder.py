@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from speckv.errors import SpecKVError
-from speckv.live.models import ModelPair, chat_tokens
+from speckv.live.models import LanguageModel, ModelPair, chat_tokens
 from speckv.live.signals import draft_signals, target_signals
 from speckv.prompts import Prompt
 from speckv.traces import DRAFT_SIGNALS, TARGET_SIGNALS, Rollout, TraceDataset
@@ -36,18 +37,18 @@ def record(
         SpecKVError: a prompt of the same name but another text stands in the dataset, or a prompt is empty.
     """
     manifest = dataset.manifest
-    left = [prompt for prompt in prompts if not dataset.has(prompt.id, pair.compression)]
+    left = [prompt for prompt in prompts if not dataset.has(prompt.id, pair.target.compression)]
     others: dict[str, list[Rollout]] = {}
     for rollout in dataset:
         others.setdefault(rollout.id, []).append(rollout)
     for prompt in prompts:
         for rollout in others.get(prompt.id, []):
-            if rollout.prompt_tokens.tolist() != chat_tokens(pair.tokenizer, prompt.text):
+            if rollout.prompt_tokens.tolist() != chat_tokens(pair.target.tokenizer, prompt.text):
                 raise SpecKVError(
                     f"{dataset.path}: {prompt.id} was recorded from another prompt; choose another folder"
                 )
     if batch_size > 1:  # prompts of similar length share a batch, so that little of it is padding
-        left.sort(key=lambda prompt: len(chat_tokens(pair.tokenizer, prompt.text)))
+        left.sort(key=lambda prompt: len(chat_tokens(pair.target.tokenizer, prompt.text)))
     for start in range(0, len(left), batch_size):
         batch = left[start : start + batch_size]
         recording = _Recording(pair, batch, manifest.gamma_max, manifest.max_new_tokens)
@@ -61,8 +62,9 @@ def record(
 class _BatchedModel:
     """A model and the key-value cache of several sequences, padded on the left to one length."""
 
-    def __init__(self, model: Any, vocabulary_size: int, prompts: Sequence[Sequence[int]]) -> None:
-        self.model, self.vocabulary_size = model, vocabulary_size
+    def __init__(self, language_model: LanguageModel, prompts: Sequence[Sequence[int]]) -> None:
+        model = self.model = language_model.model
+        self.vocabulary_size = language_model.vocabulary_size
         longest = max(len(prompt) for prompt in prompts)
         padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=model.device)
         self.mask = (torch.arange(longest, device=model.device) >= padding[:, None]).long()
@@ -168,7 +170,7 @@ class _Recording:
     def __init__(self, pair: ModelPair, prompts: Sequence[Prompt], gamma_max: int, max_new_tokens: int) -> None:
         self.pair, self.prompts = pair, prompts
         self.gamma_max, self.max_new_tokens = gamma_max, max_new_tokens
-        self.prompt_tokens = [chat_tokens(pair.tokenizer, prompt.text) for prompt in prompts]
+        self.prompt_tokens = [chat_tokens(pair.target.tokenizer, prompt.text) for prompt in prompts]
         for prompt, tokens in zip(prompts, self.prompt_tokens, strict=True):
             if not tokens:
                 raise SpecKVError(f"prompt {prompt.id}: is empty once tokenized")
@@ -183,13 +185,12 @@ class _Recording:
 
     def _follow_paths(self) -> _BatchedModel:
         """Decode greedily with the target, and ask the draft at each position what it would have proposed."""
-        size = self.pair.vocabulary_size
-        target = _BatchedModel(self.pair.target, size, [tokens[:-1] for tokens in self.prompt_tokens])
-        draft = _BatchedModel(self.pair.draft, size, [tokens[:-1] for tokens in self.prompt_tokens])
+        target = _BatchedModel(self.pair.target, [tokens[:-1] for tokens in self.prompt_tokens])
+        draft = _BatchedModel(self.pair.draft, [tokens[:-1] for tokens in self.prompt_tokens])
         last = torch.tensor([tokens[-1] for tokens in self.prompt_tokens], device=self.pair.target.device)
         for _ in range(self.max_new_tokens):
             target_logits, draft_logits = target.forward(last), draft.forward(last.to(self.pair.draft.device))
-            signals = draft_signals(draft_logits) | target_signals(target_logits)
+            signals = _finite(draft_signals(draft_logits) | target_signals(target_logits))
             last = target_logits.argmax(-1)
             columns = zip(self.paths, last.tolist(), draft_logits.argmax(-1).tolist(), strict=True)
             for row, (path, token, proposal) in enumerate(columns):
@@ -199,7 +200,7 @@ class _Recording:
                 path.draft_tokens.append(proposal)
                 for name, values in signals.items():
                     path.signals[name].append(values[row])
-                path.ended = token in self.pair.eos_ids
+                path.ended = token in self.pair.target.eos_ids
             if all(path.ended for path in self.paths):
                 break
         return draft
@@ -212,7 +213,7 @@ class _Recording:
             (row, position, room)
             for row, path in enumerate(self.paths)
             for position, (token, proposal) in enumerate(zip(path.tokens, path.draft_tokens, strict=True))
-            if proposal != token and proposal not in self.pair.eos_ids and position not in path.branches
+            if proposal != token and proposal not in self.pair.target.eos_ids and position not in path.branches
             if (room := min(self.gamma_max - 1, self.max_new_tokens - 2 - position)) > 0
         ]
         for start in range(0, len(wrong), self.BRANCHES):
@@ -228,7 +229,7 @@ class _Recording:
         going = [True] * len(branches)
         for step in range(max(room for _, _, room in branches)):
             logits = fork.forward(tokens)
-            tokens, signals = logits.argmax(-1), draft_signals(logits)
+            tokens, signals = logits.argmax(-1), _finite(draft_signals(logits))
             for index, (token, (row, position, room)) in enumerate(zip(tokens.tolist(), branches, strict=True)):
                 if not going[index]:
                     continue
@@ -236,7 +237,7 @@ class _Recording:
                 branch[0].append(token)
                 for name, values in signals.items():
                     branch[1][name].append(values[index])
-                going[index] = token not in self.pair.eos_ids and step + 1 < room
+                going[index] = token not in self.pair.target.eos_ids and step + 1 < room
             if not any(going):
                 break
 
@@ -248,7 +249,7 @@ class _Recording:
         return Rollout(
             id=prompt.id,
             task=prompt.task,
-            compression=self.pair.compression,
+            compression=self.pair.target.compression,
             prompt_tokens=np.array(prompt_tokens, dtype=np.int32),
             tokens=np.array(path.tokens, dtype=np.int32),
             draft_tokens=np.array(path.draft_tokens, dtype=np.int32),
@@ -261,3 +262,16 @@ class _Recording:
             },
             ended=path.ended,
         )
+
+
+def _finite(signals: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+    """Signals by name as lists of numbers."""
+    lists = {name: values.tolist() for name, values in signals.items()}
+    for name, values in lists.items():
+        for row, value in enumerate(values):
+            if not math.isfinite(value):
+                raise SpecKVError(
+                    f"{name} is not a number in sequence {row} of the batch: the model's logits hold NaN; choose "
+                    "another compression, or compute in float32"
+                )
+    return lists
