@@ -4,10 +4,11 @@
     python benchmarks/live.py --target FOLDER@bf16 --draft FOLDER@nf4      # a real pair
     python benchmarks/live.py --pair llama-8b-1b --device cuda --costs-out costs.json    # a GPU, random weights
 
-Every method decodes every prompt once a round, in an order that rotates; a figure is a ratio of tokens per second
-within a round, given as the median of the rounds and their range. All methods are counted by the same clock and the
-same tokens, prompts included. Pairs named with `--pair` have random weights and a chosen acceptance
-(`random_pairs.py`). `flashspec` joins if it is installed.
+Every method decodes every prompt once a round, in an order drawn anew for each prompt; a figure is a ratio of tokens
+per second within a round, given as the median of the rounds and their range. All methods are counted by the same clock
+and the same tokens, prompts included. Policies that learn are fitted to the shipped recording without the prompts
+decoded here, and start each round with a new memory. Pairs named with `--pair` have random weights and a chosen
+acceptance (`random_pairs.py`). `flashspec` joins if it is installed (`pip install flashspec`).
 """
 
 import argparse
@@ -34,7 +35,7 @@ from speckv.live.profiler import profile
 from speckv.machine import machine
 from speckv.plugins import make_policy
 from speckv.policy import check_playable
-from speckv.prompts import load_prompts
+from speckv.prompts import Prompt, load_prompts
 from speckv.shipped import PROMPTS, shipped_costs, shipped_traces
 
 #: Decodes one prompt of token ids, and returns the new ones.
@@ -49,8 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     before = _memory_in_use(options.device)
     pair = _load(options)
     prompts = _prompts(pair, options)
-    methods = _methods(pair, options)
-    seconds, texts = _measure(methods, prompts, options.rounds)
+    memory = _memory(pair, prompts, options, before)
+    step_seconds: dict[str, list[float]] = {}
+    methods, policies = _methods(pair, options, step_seconds)
+    seconds, texts = _measure(methods, policies, prompts, options.rounds)
+    # The first decode of each was the warm-up.
+    with_signals = np.array(step_seconds["with signals"][1:]) / np.array(step_seconds["without"][1:])
     result = {
         "command": " ".join(["benchmarks/live.py", *map(str, arguments or _argv())]),
         "machine": machine() | {"threads": torch.get_num_threads()},
@@ -58,13 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "tokens": {name: sum(map(len, of_prompts)) for name, of_prompts in texts.items()},
         "throughput": {name: _throughput(seconds[name], texts[name]).tolist() for name in methods},
         "same_text_as_plain": {name: _share_equal(texts[name], texts["plain generate"]) for name in methods},
+        "first_divergences": _divergences(pair, prompts, texts, options.max_new_tokens),
         "ratios": _ratios(seconds, texts, options),
-        "signals_cost": _spread(
-            _sums(seconds[f"speckv gamma {options.signals_gamma} with signals"])
-            / _sums(seconds[f"speckv gamma {options.signals_gamma}"])
-            - 1
-        ),
-        "memory": _memory(pair, prompts, options, before),
+        "signals_cost": _spread(with_signals.reshape(options.rounds, -1).mean(axis=1) - 1),
+        "memory": memory,
     }
     _show(result)
     if options.json:
@@ -73,6 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         _profile(pair, options).save(options.costs_out)
         print(f"{options.costs_out}: written")
     return result
+
+
+def _integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -87,7 +93,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--gammas", type=lambda text: [int(part) for part in text.split(",")], default=[2, 4, 8])
+    parser.add_argument("--gammas", type=_integers, default=[2, 4, 8])
+    parser.add_argument("--fixed", type=_integers, default=[1, 2, 3, 4, 6, 8], help="gammas that may be the best fixed")
     parser.add_argument("--policy", action="append", default=[], help="a policy of the zoo, may be repeated")
     parser.add_argument("--costs", type=pathlib.Path, help="cost model for policies that learn")
     parser.add_argument("--json", type=pathlib.Path)
@@ -132,34 +139,56 @@ def _prompts(pair: ModelPair, options: argparse.Namespace) -> list[list[int]]:
         generator = torch.Generator().manual_seed(1)
         size = (options.prompts, 128)
         return torch.randint(pair.target.vocabulary_size, size, generator=generator).tolist()
+    return [chat_tokens(pair.target.tokenizer, prompt.text) for prompt in _shipped_prompts(options)]
+
+
+def _shipped_prompts(options: argparse.Namespace) -> list[Prompt]:
+    """As many as asked for, spread over the tasks."""
     shipped = load_prompts(PROMPTS)
-    spread = [shipped[index * len(shipped) // options.prompts] for index in range(options.prompts)]
-    return [chat_tokens(pair.target.tokenizer, prompt.text) for prompt in spread]
+    return [shipped[index * len(shipped) // options.prompts] for index in range(options.prompts)]
 
 
-def _methods(pair: ModelPair, options: argparse.Namespace) -> dict[str, Method]:
-    """Ways to decode the same text, by the name that the tables give them."""
+def _methods(
+    pair: ModelPair, options: argparse.Namespace, step_seconds: dict[str, list[float]]
+) -> tuple[dict[str, Method], list[Policy]]:
+    """Ways to decode the same text, by the name that the tables give them, and the policies among them.
+
+    `step_seconds` will hold the seconds of all steps of each decode, with signals recorded and without.
+    """
     budget = options.max_new_tokens
+    policies: list[Policy] = []
 
-    def ours(policy: Policy, **settings: Any) -> Method:
+    def ours(policy: Policy, noted: str = "", **settings: Any) -> Method:
         decoder = SpeculativeDecoder(*pair, policy, **settings)
-        return lambda tokens: decoder.generate(tokens, budget).tokens
+        policies.append(policy)
+
+        def decode(tokens: list[int]) -> list[int]:
+            decoded = decoder.generate(tokens, budget)
+            if noted:
+                step_seconds.setdefault(noted, []).append(decoded.seconds)
+            return decoded.tokens
+
+        return decode
 
     methods: dict[str, Method] = {"plain generate": _transformers(pair, budget, None)}
     for gamma in options.gammas:
         methods[f"assisted gamma {gamma}"] = _transformers(pair, budget, gamma)
-        methods[f"speckv gamma {gamma}"] = ours(make_policy(f"fixed:gamma={gamma}"))
+    for gamma in sorted({*options.gammas, *options.fixed}):
+        noted = "without" if gamma == options.signals_gamma else ""
+        methods[f"speckv gamma {gamma}"] = ours(make_policy(f"fixed:gamma={gamma}"), noted)
     fixed = make_policy(f"fixed:gamma={options.signals_gamma}")
-    methods[f"speckv gamma {options.signals_gamma} with signals"] = ours(fixed, record_signals=True)
-    methods["speckv gamma 0"] = ours(make_policy("none"))
+    methods[f"speckv gamma {options.signals_gamma} with signals"] = ours(fixed, "with signals", record_signals=True)
+    methods["speckv gamma 0"] = ours(make_policy("none"), gamma_max=0)
     costs = CostModel.load(options.costs) if options.costs else shipped_costs()[0]
     for name in options.policy:
-        policy = make_policy(name).fit(shipped_traces().load(), costs)
+        recorded = shipped_traces().load()
+        learned_from = recorded.take(~np.isin(recorded.ids, [prompt.id for prompt in _shipped_prompts(options)]))
+        policy = make_policy(name).fit(learned_from, costs)
         check_playable(policy, 16)
         methods[f"speckv {name}"] = ours(policy, costs=costs)
     if flashspec := _flashspec(pair, budget, options.signals_gamma):
         methods[f"flashspec gamma {options.signals_gamma}"] = flashspec
-    return methods
+    return methods, policies
 
 
 def _transformers(pair: ModelPair, budget: int, gamma: int | None) -> Method:
@@ -222,7 +251,7 @@ def _flashspec(pair: ModelPair, budget: int, gamma: int) -> Method | None:
 
 
 def _measure(
-    methods: dict[str, Method], prompts: list[list[int]], rounds: int
+    methods: dict[str, Method], policies: list[Policy], prompts: list[list[int]], rounds: int
 ) -> tuple[dict[str, np.ndarray], dict[str, list[list[int]]]]:
     """Seconds, (rounds, prompts), and the texts of each method."""
     names = list(methods)
@@ -230,10 +259,13 @@ def _measure(
     texts: dict[str, list[list[int]]] = {name: [[] for _ in prompts] for name in names}
     for name in names:
         methods[name](prompts[0])  # the first forward of a shape sets up its kernels
+    rng = np.random.default_rng(0)
     for round_ in range(rounds):
+        for policy in policies:
+            policy.forget()
+        print(f"round {round_ + 1} of {rounds}", flush=True)
         for number, prompt in enumerate(prompts):
-            first = (round_ + number) % len(names)
-            for name in names[first:] + names[:first]:
+            for name in rng.permutation(names):
                 start = time.perf_counter()
                 texts[name][number] = methods[name](prompt)
                 seconds[name][round_, number] = time.perf_counter() - start
@@ -253,6 +285,24 @@ def _share_equal(texts: list[list[int]], others: list[list[int]]) -> float:
     return sum(a == b for a, b in zip(texts, others, strict=True)) / len(texts)
 
 
+def _divergences(
+    pair: ModelPair, prompts: list[list[int]], texts: dict[str, list[list[int]]], budget: int
+) -> list[dict[str, Any]]:
+    """Where a method's text first differs from transformers' plain one, and by how many logits the target preferred
+    the token it says there over the next likeliest: rounding explains small ones."""
+    plain = SpeculativeDecoder(*pair, make_policy("none"), gamma_max=0, record_signals=True)
+    found = []
+    for number, prompt in enumerate(prompts):
+        steps = plain.generate(prompt, budget).steps
+        for name, of_prompts in texts.items():
+            both = zip(of_prompts[number], texts["plain generate"][number], strict=False)
+            at = next((index for index, (a, b) in enumerate(both) if a != b), None)
+            if at is not None and at < len(steps):
+                margin = float(steps[at].signals["target_margin"][0])
+                found.append({"method": name, "prompt": number, "token": at, "margin": margin})
+    return found
+
+
 def _spread(values: np.ndarray) -> dict[str, float]:
     return {"median": float(np.median(values)), "lowest": float(values.min()), "highest": float(values.max())}
 
@@ -263,7 +313,8 @@ def _ratios(
     """Tokens per second of one method to another's, round by round."""
     rates = {name: _throughput(seconds[name], texts[name]) for name in seconds}
     ours = [name for name in rates if name.startswith("speckv")]
-    fixed = max((f"speckv gamma {gamma}" for gamma in options.gammas), key=lambda name: np.median(rates[name]))
+    gammas = sorted({*options.gammas, *options.fixed})
+    fixed = max((f"speckv gamma {gamma}" for gamma in gammas), key=lambda name: np.median(rates[name]))
     pairs = [(f"speckv gamma {gamma}", f"assisted gamma {gamma}") for gamma in options.gammas]
     pairs += [(name, "plain generate") for name in ours]
     pairs += [(f"speckv {name}", fixed) for name in options.policy]
@@ -284,14 +335,15 @@ def _status(name: str) -> int:
 
 
 def _memory(pair: ModelPair, prompts: list[list[int]], options: argparse.Namespace, before: int) -> dict[str, float]:
-    """Peak memory of a decode to that of both models and their caches, in bytes."""
+    """Peak memory of a decode to what the loaded models hold and their caches, in bytes."""
     decoder = SpeculativeDecoder(*pair, make_policy(f"fixed:gamma={options.signals_gamma}"))
-    decoding = decoder.start([max(prompts, key=len)], options.max_new_tokens)
     gc.collect()
+    loaded = _memory_in_use(options.device) - before
     if options.device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats(options.device)
     else:
         pathlib.Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back to what is in use
+    decoding = decoder.start([max(prompts, key=len)], options.max_new_tokens)
     while decoding.going:
         decoding.step()
     on_gpu = options.device.startswith("cuda")
@@ -303,7 +355,13 @@ def _memory(pair: ModelPair, prompts: list[list[int]], options: argparse.Namespa
         for layer in cached.cache.layers
         for states in (layer.keys, layer.values)
     )
-    return {"peak": peak - before, "models": models, "caches": caches, "ratio": (peak - before) / (models + caches)}
+    return {
+        "peak": peak - before,
+        "models": models,
+        "loaded": loaded,
+        "caches": caches,
+        "ratio": (peak - before) / (loaded + caches),
+    }
 
 
 def _bytes(model: Any) -> int:
@@ -315,8 +373,8 @@ def _bytes(model: Any) -> int:
             part = getattr(part, "absmax", part)
             if isinstance(part, torch.Tensor):
                 tensors[part.data_ptr()] = part.nbytes
-        if hasattr(module, "_packed_params"):
-            weight, bias = module._packed_params._weight_bias()
+        if hasattr(type(module), "_weight_bias"):  # torch's dynamic INT8
+            weight, bias = module._weight_bias()
             tensors[id(module)] = weight.nbytes + (bias.nbytes if bias is not None else 0)
     return sum(tensors.values())
 
@@ -325,8 +383,6 @@ def _profile(pair: ModelPair, options: argparse.Namespace) -> CostModel:
     """The cost model of this pair on this device."""
     name = options.costs_out.stem
     tokens = [" ".join(f"t{token}" for token in prompt) for prompt in _prompts(pair, options)]
-    from speckv.prompts import Prompt
-
     prompts = [Prompt(str(number), "random", text) for number, text in enumerate(tokens)] if options.pair else None
     provenance = {
         "source": "measured by benchmarks/live.py",
@@ -356,10 +412,14 @@ def _show(result: dict[str, Any]) -> None:
     for name, spread in result["ratios"].items():
         table.add_row(name, *(f"{spread[key]:.3f}" for key in ("median", "lowest", "highest")))
     console.print(table)
+    for name in {divergence["method"] for divergence in result["first_divergences"]}:
+        margins = [d["margin"] for d in result["first_divergences"] if d["method"] == name]
+        console.print(f"{name}: {len(margins)} texts diverge, at margins of at most {max(margins):.2g} logits")
     cost, memory = result["signals_cost"], result["memory"]
     console.print(
         f"recording all signals costs {cost['median']:+.2%} of the time ({cost['lowest']:+.2%} to "
-        f"{cost['highest']:+.2%}); peak memory is {memory['ratio']:.3f} times both models and their caches"
+        f"{cost['highest']:+.2%}); peak memory is {memory['ratio']:.3f} times what the loaded models and "
+        f"their caches hold"
     )
 
 

@@ -39,6 +39,11 @@ def _one_line_errors() -> Iterator[None]:
     except SpecKVError as error:
         click.echo(f"speckv: error: {error}", err=True)
         sys.exit(2)
+    except Exception as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for this
+            raise
+        click.echo("speckv: error: the device has not enough memory; decode less at once, or compress more", err=True)
+        sys.exit(2)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -271,7 +276,7 @@ _TRACES = click.option(
 @click.option("--target", required=True, help="Target model: a folder or a name on the hub.")
 @click.option("--compression", default="bf16", show_default=True, help="How the target's weights are stored.")
 @click.option("--draft", help="Draft model with the target's tokenizer: a folder or a name on the hub.")
-@click.option("--draft-compression", default="bf16", show_default=True)
+@click.option("--draft-compression", help="How the draft's weights are stored.  [default: bf16]")
 @click.option("--early-exit", "exit_layers", type=click.IntRange(1), help="Draft with so many layers of the target.")
 @click.option("--prompt-lookup", is_flag=True, help="Draft what followed the same tokens earlier in the text.")
 @click.option("--compute", type=click.Choice(["native", "float32"]), default="native", show_default=True)
@@ -298,7 +303,7 @@ _TRACES = click.option(
 @click.option("--top-k", default=0, show_default=True)
 @click.option("--top-p", default=1.0, show_default=True)
 @click.option("--min-p", default=0.0, show_default=True)
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1))
 @click.option("--gamma-max", default=16, show_default=True, type=click.IntRange(0))
 @_TRACES
 @click.option(
@@ -307,12 +312,13 @@ _TRACES = click.option(
     type=click.Path(path_type=pathlib.Path),
     help="Cost model that a policy is fitted to.  [default: the first that ships with speckv]",
 )
+@click.option("--save-policy", "save_policy_to", type=_FOLDER, help="Keep the policy with what it has learned online.")
 @click.option("--no-speculation", is_flag=True, help="Decode without drafting as well, for the speed-up.")
 def decode(
     target: str,
     compression: str,
     draft: str | None,
-    draft_compression: str,
+    draft_compression: str | None,
     exit_layers: int | None,
     prompt_lookup: bool,
     compute: str,
@@ -331,6 +337,7 @@ def decode(
     gamma_max: int,
     traces_path: pathlib.Path | None,
     costs_path: pathlib.Path | None,
+    save_policy_to: pathlib.Path | None,
     no_speculation: bool,
 ) -> None:
     """Decode a prompt: the text as it grows, drafted tokens in green, and what the speculation was worth."""
@@ -338,46 +345,63 @@ def decode(
         raise SpecKVError("tokens have to be drafted somehow: give one of --draft, --early-exit and --prompt-lookup")
     if sampling == "greedy" and (temperature, top_k, top_p, min_p) != (1.0, 0, 1.0, 0.0):
         raise SpecKVError("greedy decoding takes no temperature, top-k, top-p or min-p; add --sampling gumbel")
-    text = sys.stdin.read() if prompt == "-" else prompt
+    if draft_compression and not draft:
+        raise SpecKVError("--draft-compression is of a draft model; give one with --draft, or leave it out")
+    if save_policy_to and save_policy_to.exists():
+        raise SpecKVError(f"{save_policy_to}: exists already; choose another folder")
+    text = _standard_input() if prompt == "-" else prompt
     policy, costs = _playable_policy(policy_spec, compression, traces_path, costs_path)
-
-    from rich.console import Console
-    from rich.text import Text
 
     from speckv.live.decoder import SpeculativeDecoder
     from speckv.live.drafting import PromptLookup
     from speckv.live.models import LanguageModel, ModelPair, early_exit
     from speckv.live.sampling import Greedy, Gumbel, Rejection
+    from speckv.plugins import make_policy
+    from speckv.saving import save_policy
 
     warping = (temperature, top_k, top_p, min_p)
     sampler = Greedy() if sampling == "greedy" else {"rejection": Rejection, "gumbel": Gumbel}[sampling](*warping)
     drafter: LanguageModel | PromptLookup
     if draft is not None:
-        loaded, drafter = ModelPair.load(target, draft, compression, draft_compression, compute, compute, device)
+        stored = draft_compression or "bf16"
+        loaded, drafter = ModelPair.load(target, draft, compression, stored, compute, compute, device)
     else:
         loaded = LanguageModel.load(target, compression, compute, device)
         drafter = early_exit(loaded, exit_layers) if exit_layers else PromptLookup()
     decoder = SpeculativeDecoder(loaded, drafter, policy, sampler=sampler, gamma_max=gamma_max, costs=costs)
-    console = Console(highlight=False, soft_wrap=True)
+    plain = SpeculativeDecoder(
+        loaded, PromptLookup(), make_policy("none"), sampler=sampler, gamma_max=0, record_signals=True
+    )
     options: Any = {"min_new_tokens": min_new_tokens, "stop": stop, "seed": seed}
+    if no_speculation:  # the first forwards set up their kernels: neither of the two that are compared has to
+        unknowing = SpeculativeDecoder(loaded, drafter, make_policy("heuristic"), sampler=sampler, gamma_max=gamma_max)
+        for warming in (unknowing, plain):
+            warming.generate(text, min(4, max_new_tokens))
     stream = decoder.stream(text, max_new_tokens, **options)
     for pieces in stream:
         for piece in pieces:
-            console.print(Text(piece.text, "green" if piece.drafted else ""), end="")
-    console.print()
+            click.secho(piece.text, fg="green" if piece.drafted else None, nl=False)
+    click.echo()
     speculative = stream.decoded
-    console.print(Text(_summary(speculative, policy.label), "dim"))
+    click.secho(_summary(speculative, policy.label), dim=True)
+    if save_policy_to:
+        save_policy(policy, save_policy_to)
     if no_speculation:
-        plain = SpeculativeDecoder(loaded, PromptLookup(), _plain(), sampler=sampler, gamma_max=0)
         alone = plain.generate(text, max_new_tokens, **options)
-        same = _compared(alone.tokens, speculative.tokens, sampling)
-        console.print(
-            Text(
-                f"without speculation: {alone.throughput:.3g} tokens/s, {same}; "
-                f"speed-up {speculative.throughput / alone.throughput:.2f}",
-                "dim",
-            )
+        seconds, alone_seconds = (run.prefill_seconds + run.seconds for run in (speculative, alone))
+        speed_up = (len(speculative.tokens) / seconds) / (len(alone.tokens) / alone_seconds)
+        click.secho(
+            f"without speculation: {alone.throughput:.3g} tokens/s, {_compared(alone, speculative, sampling)}; "
+            f"speed-up {speed_up:.2f}, prompt included",
+            dim=True,
         )
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise SpecKVError(f"standard input is not text ({error}); send UTF-8") from None
 
 
 def _playable_policy(
@@ -405,21 +429,17 @@ def _playable_policy(
     return policy, costs
 
 
-def _compared(tokens: list[int], others: list[int], sampling: str) -> str:
+def _compared(alone: Any, speculative: Any, sampling: str) -> str:
     """Whether two texts are the same, and why they may not be."""
+    tokens, others = alone.tokens, speculative.tokens
     if tokens == others:
         return "the same text"
     if sampling == "rejection":
         return "another text, as rejection sampling draws other tokens when it drafts"
     pairs = enumerate(zip(tokens, others, strict=False))
-    at = next((index for index, (a, b) in pairs if a != b), min(len(tokens), len(others)))
-    return f"another text from token {at} on: a near tie that rounds differently where several tokens share a forward"
-
-
-def _plain() -> Any:
-    from speckv.plugins import make_policy
-
-    return make_policy("none")
+    at = next((index for index, (a, b) in pairs if a != b), min(len(tokens), len(others)) - 1)
+    margin = alone.steps[at].signals["target_margin"][0]
+    return f"another text from token {at + 1} on, where the target's two likeliest were {margin:.2g} logits apart"
 
 
 def _summary(decoded: Any, label: str) -> str:

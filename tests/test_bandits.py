@@ -255,6 +255,7 @@ def iid(chance: float, sequences: int = 40, length: int = 90, gamma_max: int = 8
     return dense(*(spelled(text, gamma_max) for text in letters), gamma_max=gamma_max)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feedback", ["bandit", "full"])
 @pytest.mark.parametrize("kind", BANDITS)
 @pytest.mark.parametrize(("chance", "draft"), [(0.9, 0.004), (0.3, 0.03)], ids=["long", "short"])

@@ -83,6 +83,7 @@ def test_batch_is_one_by_one(policy, sampler):
         assert {step.gamma == 0 for decoded in batched for step in decoded.steps[:1]} == {True, False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "static"), MODES[1:])
 @pytest.mark.parametrize("policy", [Drawn([3, 0, 6, 1]), Both(), ByLength()], ids=repr)
 @pytest.mark.parametrize("sampler", [SAMPLERS[0], Rejection(temperature=0.7)], ids=names_of)
@@ -200,3 +201,26 @@ def test_a_model_that_rolls_back_one_sequence_at_a_time_is_refused(monkeypatch):
     assert decoder.generate([65], 3).tokens
     with pytest.raises(SpecKVError, match="qwen2: its cache rolls back for one sequence at a time"):
         decoder.generate_batch([[65], [66]], 3)
+
+
+def test_a_sequence_with_nothing_cached_goes_on_alone():
+    """The longer one ends in a step in which nobody drafted: nothing of it may stay in the draft's cache."""
+    target, draft = pair_with("full")
+    long = list(b"Solve 3x + 4 = 19 for x")
+    decoder = SpeculativeDecoder(target, draft, Drawn([0, 4]), gamma_max=8)
+    stop = decoder.generate(long, 1).text
+    decoding = decoding_of(decoder, long, [65], budget=16, stop=[stop])
+    decoding.step()
+    assert len(decoding.going) == 1 and decoding.drafting.cached.cache.get_seq_length() == 0
+    while decoding.going:
+        decoding.step()
+        for cached in (decoding.target, decoding.drafting.cached) if decoding.going else ():
+            assert cached.cache.get_seq_length() == max(cached.lengths)
+    alone = decoder.generate([65], 16, stop=[stop])
+    assert decoding.decoded()[1].tokens == alone.tokens
+    assert [step.accepted for step in decoding.decoded()[1].steps] == [step.accepted for step in alone.steps]
+
+
+def test_a_text_is_not_a_batch():
+    with pytest.raises(SpecKVError, match="prompts is a single text"):
+        SpeculativeDecoder(*pair_with("full"), Fixed(1)).generate_batch("Hello")

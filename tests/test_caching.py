@@ -276,3 +276,16 @@ def test_recurrent_models_are_refused(architecture):
         with pytest.raises(SpecKVError, match=f"{architecture}: .* rolled back, so that it cannot") as caught:
             SpeculativeDecoder(target, draft, Fixed(2)).generate(PROMPT, 5)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_no_tensor_of_a_cache_is_changed_outside_of_inference_mode(static):
+    """On a GPU a static cache's counter becomes an inference tensor, which nothing outside may change in place."""
+    target, _ = pair_with("full")
+    modes = []
+    cached = CachedModel(target, capacity=64 if static else None)
+    crop = cached.cache.crop
+    cached.cache.crop = lambda n: (modes.append(torch.is_inference_mode_enabled()), crop(n))
+    cached.prefill([[65, 66, 67]])
+    cached.roll_back([2])
+    assert modes == [True, True]

@@ -33,10 +33,9 @@ def test_text_summary_and_speed_up(decode):
     assert re.search(r"tokens/s, the same text; speed-up \d", alone)
 
 
-def test_drafted_tokens_are_green(decode, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    coloured = decode("--prompt", "Hello there", "--policy", "fixed:gamma=4").output
-    plain = decode("--prompt", "Hello there", "--policy", "none").output
+def test_drafted_tokens_are_green(decode):
+    coloured = decode("--prompt", "Hello there", "--policy", "fixed:gamma=4", color=True).output
+    plain = decode("--prompt", "Hello there", "--policy", "none", color=True).output
     assert "\x1b[32m" in coloured and "\x1b[32m" not in plain
 
 
@@ -73,7 +72,7 @@ def test_a_saved_policy(decode, tmp_path):
         (["--policy", "fixd"], "did you mean 'fixed'"),
         (["--policy", "oracle"], "knows the future"),
         (["--temperature", "0.5"], "greedy decoding takes no temperature"),
-        (["--sampling", "rejection", "--temperature", "0"], "temperature is 0.0; it must be above 0"),
+        (["--sampling", "rejection", "--temperature", "0"], "temperature is 0.0; it must be from 0.0001"),
         (["--min-new-tokens", "30"], "min_new_tokens is 30"),
         (["--stop", ""], "a list of strings of at least one character"),
         (["--policy", "fixed:gamma=20"], "plays gamma 20, above the gamma_max of 16"),

@@ -1,5 +1,7 @@
 """Where drafted tokens come from, what is refused, and that drafting does not make the host wait (rule R7)."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from speckv.errors import SpecKVError
 from speckv.features import FEATURES, signal_of
 from speckv.live import decoding as live
+from speckv.live.caching import CachedModel
 from speckv.live.decoder import SpeculativeDecoder
 from speckv.live.drafting import ModelDrafter, PromptLookup
 from speckv.live.models import LanguageModel, early_exit
@@ -119,7 +122,7 @@ def test_early_exit_of_unknown_layers_is_refused():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=END + 1, n_embd=16, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=END)
-    with pytest.raises(SpecKVError, match="gpt2: its layers cannot be told apart"):
+    with pytest.raises(SpecKVError, match="gpt2: its layers cannot be run apart"):
         early_exit(LanguageModel(GPT2LMHeadModel(config), byte_tokenizer()), 1)
 
 
@@ -382,3 +385,53 @@ def test_rejection_without_a_drafted_end_is_the_same_unseen():
             assert (step.position, step.gamma, step.accepted) == (unseen.position, unseen.gamma, unseen.accepted)
             compared += 1
     assert compared > 20
+
+
+def test_different_tokenizers_are_refused_in_a_drafter_too():
+    target, draft = pair_with("full")
+    other = LanguageModel(draft.model, byte_tokenizer(end="<|other|>"))
+    with pytest.raises(SpecKVError, match=r"tokenizers of .* differ"):
+        SpeculativeDecoder(target, ModelDrafter(other), Fixed(1))
+
+
+def test_ids_without_a_token_are_never_chosen():
+    """A tokenizer with a hole in its ids: what lies in it is as impossible as padding behind the last."""
+    target, _ = pair_with("full")
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<|far|>"])
+    vocabulary = tokenizer.get_vocab()
+    hole = vocabulary["<|far|>"]
+    tokenizer.get_vocab = lambda: {**vocabulary, "<|far|>": hole + 2}
+    model = LanguageModel(target.model, tokenizer)
+    assert model.vocabulary_size == hole + 3 and model.impossible_ids == [hole, hole + 1]
+    cached = CachedModel(model)
+    logits = cached.forward(torch.tensor([[65, 66]]))
+    assert logits.shape[-1] == hole + 3
+    assert logits[..., hole : hole + 2].isneginf().all() and logits[..., :hole].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "budget", "message"),
+    [
+        ([65, 100_000], 4, "the prompt holds ids beyond those of"),
+        ([-1], 4, "the prompt holds ids beyond those of"),
+        ([65] * 1000, 100, "are more than the .* positions"),
+        ([65], 2.5, "max_new_tokens is 2.5; it must be a whole number"),
+    ],
+)
+def test_what_the_model_would_take_for_an_index_out_of_range(prompt, budget, message):
+    with pytest.raises(SpecKVError, match=message):
+        SpeculativeDecoder(*pair_with("full"), Fixed(1)).generate(prompt, budget)
+
+
+def test_a_misspelt_option_is_refused():
+    with pytest.raises(SpecKVError, match="option 'max_tokens' is unknown"):
+        SpeculativeDecoder(*pair_with("full"), Fixed(1)).generate([65], 4, max_tokens=3)
+
+
+def test_a_model_with_a_forward_of_its_own_has_no_early_exit():
+    target, _ = pair_with("full")
+    hooked = copy.copy(target.model)
+    hooked.forward = target.model.forward
+    with pytest.raises(SpecKVError, match="no early exit"):
+        early_exit(LanguageModel(hooked, target.tokenizer), 1)

@@ -8,9 +8,11 @@ import torch
 
 from speckv.errors import SpecKVError
 from speckv.live.caching import CachedModel
+from speckv.live.decoder import SpeculativeDecoder
 from speckv.live.models import LanguageModel, ModelPair, load_model
 from speckv.live.signals import draft_signals, drawn_signals, entropy, target_signals
 from tests.conftest import END, PADDED_VOCABULARY, byte_tokenizer
+from tests.live import Fixed
 
 TOKENS = [72, 101, 108, 108, 111, 32, 119, 111, 114, 108, 100]
 
@@ -151,3 +153,34 @@ def test_probability_of_the_likeliest_token_is_the_recorded_number():
 def test_nan_logits_show_in_their_own_row(signals):
     for values in signals(torch.tensor([[0.0, 1.0], [0.0, math.nan]])).values():
         assert values.isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("draft", ["fp32", "nf4"])
+@pytest.mark.parametrize("compression", ["fp32", "bf16", "fp16", "int8", "nf4"])
+def test_every_compression_decodes(compression, draft, calm_model):
+    """The text is plain decoding's up to a near tie; INT8 rounds a token by its neighbours, and may differ earlier."""
+    byte_tokenizer().save_pretrained(calm_model)
+    pair = ModelPair.load(calm_model, calm_model, compression, draft)
+    assert [model.compression for model in pair] == [compression, draft]
+    decoded = SpeculativeDecoder(*pair, Fixed(4)).generate(TOKENS, 24)
+    plain = SpeculativeDecoder(*pair, Fixed(0), record_signals=True).generate(TOKENS, 24)
+    assert len(decoded.tokens) == len(plain.tokens) == 24
+    differing = [at for at, (a, b) in enumerate(zip(decoded.tokens, plain.tokens, strict=True)) if a != b]
+    if differing and compression != "int8":
+        assert compression != "fp32" and plain.steps[differing[0]].signals["target_margin"][0] < 0.1
+    assert decoded.acceptance_rate > (0.7 if compression == draft else 0)
+
+
+def test_what_a_loaded_model_is_called(calm_model):
+    """A model that the user loaded tells its compression itself."""
+    for compression in ("fp32", "bf16", "nf4", "int8"):
+        assert LanguageModel(load_model(calm_model, compression), byte_tokenizer()).compression == compression
+
+
+def test_loading_leaves_the_libraries_as_talkative_as_they_were(calm_model):
+    import transformers
+
+    before = transformers.utils.logging.get_verbosity(), transformers.utils.logging.is_progress_bar_enabled()
+    load_model(calm_model, "bf16")
+    after = transformers.utils.logging.get_verbosity(), transformers.utils.logging.is_progress_bar_enabled()
+    assert after == before

@@ -276,9 +276,9 @@ def test_warping_is_that_of_transformers(settings, small_pair):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": 0}, "temperature is 0; it must be above 0 (0 is Greedy())"),
-        ({"temperature": -1.0}, "temperature is -1.0; it must be above 0 (0 is Greedy())"),
-        ({"temperature": math.nan}, "temperature is nan; it must be above 0 (0 is Greedy())"),
+        ({"temperature": 0}, "temperature is 0; it must be from 0.0001 (0 is Greedy())"),
+        ({"temperature": -1.0}, "temperature is -1.0; it must be from 0.0001 (0 is Greedy())"),
+        ({"temperature": math.nan}, "temperature is nan; it must be from 0.0001 (0 is Greedy())"),
         ({"top_k": -1}, "top_k is -1; it must be a whole number from 0"),
         ({"top_k": 2.5}, "top_k is 2.5; it must be a whole number from 0"),
         ({"top_p": 0}, "top_p is 0; it must be above 0 and at most 1"),
@@ -296,5 +296,5 @@ def test_settings_out_of_range_are_refused_in_one_line(settings, message, sample
 
 @pytest.mark.parametrize("sampler", [Greedy(), Rejection(), Gumbel()], ids=type)
 def test_a_seed_below_zero_is_refused_in_one_line(sampler, small_pair, prompts):
-    with pytest.raises(SpecKVError, match=r"^seed is -1; it must be 0 or more$"):
+    with pytest.raises(SpecKVError, match=r"^seed is -1; it must be from 0 to 2\^63 - 1$"):
         SpeculativeDecoder(*small_pair, Fixed(2), sampler=sampler).generate(prompts[0], 4, seed=-1)

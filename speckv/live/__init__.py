@@ -8,24 +8,29 @@ except ModuleNotFoundError as error:
 
     raise SpecKVError(f"{error.name} is not installed; run: pip install 'speckv[live]'") from None
 
-from speckv.live.decoder import SpeculativeDecoder
-from speckv.live.drafting import Drafter, ModelDrafter, PromptLookup
+from speckv.live.decoder import Options, SpeculativeDecoder, Stream
+from speckv.live.drafting import Drafter, Drafting, ModelDrafter, PromptLookup
 from speckv.live.models import LanguageModel, ModelPair, early_exit
-from speckv.live.results import Decoded, Step
+from speckv.live.results import Decoded, KeptCache, Piece, Step
 from speckv.live.sampling import Greedy, Gumbel, Rejection, Sampler
 
 __all__ = [
     "Decoded",
     "Drafter",
+    "Drafting",
     "Greedy",
     "Gumbel",
+    "KeptCache",
     "LanguageModel",
     "ModelDrafter",
     "ModelPair",
+    "Options",
+    "Piece",
     "PromptLookup",
     "Rejection",
     "Sampler",
     "SpeculativeDecoder",
     "Step",
+    "Stream",
     "early_exit",
 ]

@@ -41,6 +41,7 @@ class CachedModel:
     """
 
     def __init__(self, model: LanguageModel, rows: int = 1, capacity: int | None = None) -> None:
+        self._impossible = to_device(model.impossible_ids, model.device) if model.impossible_ids else None
         self.model, self.vocabulary_size, self.device = model.model, model.vocabulary_size, model.device
         self.name = model.name
         if capacity is None:
@@ -78,6 +79,7 @@ class CachedModel:
         last = to_device(counts, self.device) - 1
         return logits[torch.arange(len(counts), device=self.device), last]
 
+    @torch.inference_mode()
     def prefill(self, sequences: Sequence[Sequence[int]]) -> None:
         """Append a list of tokens to each sequence, without asking for logits."""
         if any(sequences):
@@ -108,8 +110,10 @@ class CachedModel:
         self._ends = [self._slots + count for count in counts]
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self._slots += width
-        return torch.as_tensor(logits[..., : self.vocabulary_size]).float()
+        logits = torch.as_tensor(logits[..., : self.vocabulary_size]).float()
+        return logits if self._impossible is None else logits.index_fill(-1, self._impossible, -torch.inf)
 
+    @torch.inference_mode()
     def roll_back(self, lengths: Sequence[int]) -> None:
         """Forget what is behind the first `lengths` tokens of each sequence, and align the sequences' ends."""
         if not self._slots:
@@ -135,7 +139,8 @@ class CachedModel:
                 layer.keys, layer.values = layer.keys.roll(-slots, 2), layer.values.roll(-slots, 2)
                 layer.crop(-slots)
             else:
-                layer.keys, layer.values = layer.keys[:, :, -self._slots :], layer.values[:, :, -self._slots :]
+                first = max(layer.keys.shape[2] - self._slots, 0)
+                layer.keys, layer.values = layer.keys[:, :, first:], layer.values[:, :, first:]
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.cumulative_length -= slots
 
@@ -147,6 +152,7 @@ class CachedModel:
         )
         return length == self.lengths[0] or not any(forgotten)
 
+    @torch.inference_mode()
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some of the sequences."""
         self.cache.reorder_cache(to_device(rows, self.device))

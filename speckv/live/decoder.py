@@ -11,7 +11,7 @@ from speckv.errors import SpecKVError
 from speckv.features import check_features, signal_of
 from speckv.live.decoding import Decoding, Processor
 from speckv.live.drafting import Drafter, ModelDrafter
-from speckv.live.models import LanguageModel, chat_tokens, check_same_tokenizer
+from speckv.live.models import LanguageModel, chat_tokens, check_same_vocabulary
 from speckv.live.results import Decoded, KeptCache, Piece
 from speckv.live.sampling import Greedy, Sampler
 from speckv.policy import Clairvoyant, Policy, check_playable
@@ -78,9 +78,9 @@ class SpeculativeDecoder:
             raise SpecKVError(f"gamma_max is {gamma_max}; it must be 0 or more")
         check_playable(policy, gamma_max)
         check_features(policy.features)
-        if isinstance(draft, LanguageModel):
-            check_same_tokenizer(target.tokenizer, draft.tokenizer, target.name, draft.name)
         self.drafter = ModelDrafter(draft) if isinstance(draft, LanguageModel) else draft
+        if isinstance(self.drafter, ModelDrafter):
+            check_same_vocabulary(target, self.drafter.model)
         for name in policy.features:
             if (signal := signal_of(name)) and signal not in self.drafter.signals:
                 raise SpecKVError(
@@ -115,10 +115,15 @@ class SpeculativeDecoder:
     def generate_batch(
         self, prompts: Sequence[Prompt], max_new_tokens: int = 128, **options: Unpack[Options]
     ) -> list[Decoded]:
-        """Decode several prompts at once, each with a gamma of its own. The texts are those of one by one.
+        """Decode several prompts at once, each with a gamma of its own.
+
+        The texts are those of one by one, up to near ties where the arithmetic rounds differently in a batch; under
+        rejection sampling a policy that learns online drafts, and hence draws, differently.
 
         Args, errors: as of `generate`; caches are neither taken nor kept.
         """
+        if isinstance(prompts, str):
+            raise SpecKVError("prompts is a single text; give a list of prompts")
         if not prompts:
             return []
         if options.get("cache") is not None or options.get("keep_cache"):

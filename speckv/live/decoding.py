@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,8 @@ from speckv.compression import COMPRESSIONS
 from speckv.errors import SpecKVError
 from speckv.features import FeatureTracker, When
 from speckv.live.caching import CachedModel
-from speckv.live.drafting import Drafting, ModelDrafter, ModelDrafting, PromptLookup
-from speckv.live.models import to_device
+from speckv.live.drafting import Drafting, PromptLookup
+from speckv.live.models import LanguageModel, to_device
 from speckv.live.results import Decoded, FinishReason, KeptCache, Piece, Signals, Step
 from speckv.live.signals import DRAWN_SIGNALS, drawn_signals, target_signals
 from speckv.live.text import Detokenizer, decoded_text
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 #: A logits processor of transformers, or a function like one: (1, length) ids, (1, vocabulary) logits -> logits.
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+#: What a step reads from the device, by name.
+Read = dict[str, npt.NDArray[Any]]
 
 
 class _Clock:
@@ -145,8 +149,8 @@ class Decoding:
     ) -> None:
         if not all(prompts):
             raise SpecKVError("the prompt is empty: give at least one token")
-        if max_new_tokens < 1:
-            raise SpecKVError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise SpecKVError(f"max_new_tokens is {max_new_tokens}; it must be a whole number from 1")
         policy, target = decoder.policy, decoder.target
         self.decoder, self.policy, self.max_new_tokens = decoder, policy, max_new_tokens
         self.eos_ids, self.device = target.eos_ids, target.device
@@ -155,8 +159,9 @@ class Decoding:
         least = options.get("min_new_tokens", 0)
         if not 0 <= least <= max_new_tokens:
             raise SpecKVError(f"min_new_tokens is {least}; it must be from 0 to max_new_tokens, {max_new_tokens}")
-        if (seed := options.get("seed", 0)) < 0:
-            raise SpecKVError(f"seed is {seed}; it must be 0 or more")
+        if not 0 <= (seed := options.get("seed", 0)) < 2**63:
+            raise SpecKVError(f"seed is {seed}; it must be from 0 to 2^63 - 1")
+        _check_prompts(prompts, max_new_tokens, target)
         start = time.perf_counter()
         self.sequences = []
         for tokens in prompts:
@@ -183,8 +188,9 @@ class Decoding:
         # Tokens that no decision looks at stay on the device until they are verified. The CPU has nothing to wait for.
         processed = any(sequence.processors for sequence in self.sequences)
         self.looks_inside = self.device.type == "cpu" or processed or self.asks_draw or self.asks_keep
-        self.started = time.perf_counter()
-        self.prefill_seconds = self.started - start
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what the prompt takes is not the first step's
+        self.prefill_seconds = time.perf_counter() - start
 
     def _prefilled(self, kept: KeptCache | None) -> tuple[CachedModel, Drafting]:
         """The target's cache and the drafter, with all of each prompt but its last token."""
@@ -197,15 +203,11 @@ class Decoding:
             capacity = max(map(len, contexts)) + self.max_new_tokens + decoder.gamma_max + 1
         # Where nothing can be drafted no draft model is run, not even over the prompt.
         drafter = decoder.drafter if decoder.gamma_max else PromptLookup()
-        drafting: Drafting | None = None
         if kept and (taken := kept.take(contexts[0], decoder.target)):
             target, draft = taken
-            if draft and isinstance(drafter, ModelDrafter) and drafter.model.model is draft.model:
-                drafting = ModelDrafting(draft, contexts)
         else:
-            target = CachedModel(decoder.target, len(contexts), capacity)
-        if drafting is None:
-            drafting = drafter.start(contexts, capacity)
+            target, draft = CachedModel(decoder.target, len(contexts), capacity), None
+        drafting = drafter.start(contexts, capacity, draft)
         target.prefill([tokens[n:-1] for tokens, n in zip(contexts, target.lengths, strict=True)])
         return target, drafting
 
@@ -225,15 +227,10 @@ class Decoding:
                     steps=sequence.steps,
                     seconds=sequence.seconds,
                     prefill_seconds=self.prefill_seconds,
-                    cache=self._kept(sequence.context) if self.keeps_cache else None,
+                    cache=KeptCache(sequence.context, self.target, self.drafting.cached) if self.keeps_cache else None,
                 )
             )
         return results
-
-    def _kept(self, context: list[int]) -> KeptCache:
-        return KeptCache(
-            context, self.target, self.drafting.cached if isinstance(self.drafting, ModelDrafting) else None
-        )
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -260,6 +257,7 @@ class Decoding:
             of_draft = {name: found[name] for name in DRAWN_SIGNALS if name in found}
             of_target = {name: found[name] for name in TARGET_SIGNALS if name in found}
             self._learn(gammas, accepted, of_draft, of_target, clock.seconds)
+        seconds = clock.seconds
         for row, sequence in enumerate(self.going):
             signals: dict[str, npt.NDArray[np.float32]] = {}
             if self.decoder.record_signals:
@@ -271,10 +269,11 @@ class Decoding:
                     gamma=gammas[row],
                     accepted=accepted[row],
                     committed=committed[row],
+                    # Without lag there was no forward: the drafter is not a model, or nothing was asked of it.
                     forwards=draft.forwards[row] if draft.lags[row] else 0,
                     lag=draft.lags[row] if draft.forwards[row] else 0,
                     batch_size=len(self.going),
-                    seconds=clock.seconds,
+                    seconds=seconds,
                     draft_seconds=clock.parts["draft"],
                     verify_seconds=clock.parts["verify"],
                     controller_seconds=clock.parts["controller"],
@@ -381,7 +380,7 @@ class Decoding:
         answers = ask(self.policy, decision, self.tracker.token(index, values, at, when), self.state, at)
         return [int(row) for row in at[answers]]
 
-    def _verify(self, draft: _Draft) -> dict[str, npt.NDArray[np.float32]]:
+    def _verify(self, draft: _Draft) -> Read:
         """One forward of the target over the last committed token and the drafted ones.
 
         Returns, from the device in one go: `accepted` (n,), `tokens` (n, most + 1), and, if they are needed, signals
@@ -418,7 +417,7 @@ class Decoding:
             found |= {name: np.stack([part[name] for part in draft.signals[:most]], axis=1) for name in DRAWN_SIGNALS}
         return found
 
-    def _check_logits(self, draft: _Draft, found: dict[str, npt.NDArray[np.float32]], accepted: Sequence[int]) -> None:
+    def _check_logits(self, draft: _Draft, found: Read, accepted: Sequence[int]) -> None:
         """Refuse what would go wrong silently: NaN wins every comparison, and without a token there is no choice.
 
         Of the target what counts is where tokens are committed. Behind them its processors may leave nothing.
@@ -438,7 +437,7 @@ class Decoding:
                     if model == "target" and value == -np.inf:
                         raise SpecKVError(f"the logits processors leave no possible token {where}; relax them")
 
-    def _up_to_end(self, gammas: list[int], found: dict[str, npt.NDArray[np.float32]]) -> tuple[list[int], list[int]]:
+    def _up_to_end(self, gammas: list[int], found: Read) -> tuple[list[int], list[int]]:
         """Tokens verified and accepted in each sequence, up to a drafted end token.
 
         A draft that looks at its tokens stops there by itself; one that does not is cut here to the same.
@@ -468,7 +467,7 @@ class Decoding:
             return
         for sequence in self.going:
             if sequence.finish_reason:
-                sequence.seconds = time.perf_counter() - self.started
+                sequence.seconds = sum(step.seconds for step in sequence.steps)
         self.going = [self.going[row] for row in left]
         if left:
             rows = np.array(left)
@@ -480,8 +479,23 @@ class Decoding:
             self.state = select_rows(self.state, rows)
 
 
-def _read(tensors: Mapping[str, torch.Tensor]) -> dict[str, npt.NDArray[np.float32]]:
+def _check_prompts(prompts: list[list[int]], max_new_tokens: int, target: LanguageModel) -> None:
+    """Refuse what the model would take for an index out of range."""
+    most = getattr(target.model.config.get_text_config(), "max_position_embeddings", None)
+    for tokens in prompts:
+        if not 0 <= min(tokens) <= max(tokens) < target.vocabulary_size:
+            raise SpecKVError(f"the prompt holds ids beyond those of {target.name}, 0 to {target.vocabulary_size - 1}")
+        if most and len(tokens) + max_new_tokens > most:
+            raise SpecKVError(
+                f"the prompt of {len(tokens)} tokens and {max_new_tokens} new ones are more than the {most} positions "
+                f"of {target.name}; shorten one of them"
+            )
+
+
+def _read(tensors: Mapping[str, torch.Tensor]) -> Read:
     """Tensors by name as arrays, in one transfer from the device. float32 holds token ids up to 2^24 exactly."""
+    if all(tensor.device.type == "cpu" for tensor in tensors.values()):
+        return {name: tensor.numpy() for name, tensor in tensors.items()}  # there is nothing to transfer
     flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors.values()]).cpu().numpy()
     ends = np.cumsum([tensor.numel() for tensor in tensors.values()])
     parts = np.split(flat, ends[:-1])

@@ -22,12 +22,15 @@ class Drafter(ABC):
     signals: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
-    def start(self, contexts: Sequence[Sequence[int]], capacity: int | None) -> "Drafting":
+    def start(
+        self, contexts: Sequence[Sequence[int]], capacity: int | None = None, kept: CachedModel | None = None
+    ) -> "Drafting":
         """Begin to draft for sequences.
 
         Args:
             contexts: tokens of each sequence; of the last one there is nothing to know yet.
             capacity: tokens to allocate a static cache for, None for a dynamic one.
+            kept: a draft model's cache of an earlier text that begins like the only sequence.
         """
 
 
@@ -35,7 +38,12 @@ class Drafting(ABC):
     """A drafter at work on n sequences.
 
     A step is one `begin`, a number of `next`, and one `end`.
+
+    Attributes:
+        cached: the draft model and its cache, if there is one.
     """
+
+    cached: CachedModel | None = None
 
     @abstractmethod
     def begin(self, contexts: Sequence[Sequence[int]], limits: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -83,16 +91,18 @@ class ModelDrafter(Drafter):
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
 
-    def start(self, contexts: Sequence[Sequence[int]], capacity: int | None) -> "ModelDrafting":
-        return ModelDrafting(CachedModel(self.model, len(contexts), capacity), contexts)
+    def start(
+        self, contexts: Sequence[Sequence[int]], capacity: int | None = None, kept: CachedModel | None = None
+    ) -> "ModelDrafting":
+        if kept is None or kept.model is not self.model.model:
+            kept = CachedModel(self.model, len(contexts), capacity)
+        return ModelDrafting(kept, contexts)
 
 
 class ModelDrafting(Drafting):
-    """A draft model at work. Between steps its cache holds a prefix of each sequence, all but the last token at most.
+    """A draft model at work. Between steps its cache holds a prefix of each sequence, without the last token."""
 
-    Attributes:
-        cached: the model and its cache.
-    """
+    cached: CachedModel
 
     def __init__(self, cached: CachedModel, contexts: Sequence[Sequence[int]]) -> None:
         self.cached = cached
@@ -136,16 +146,19 @@ class PromptLookup(Drafter):
             raise SpecKVError(f"longest is {longest} and shortest {shortest}; they must be 1 or more, in this order")
         self.longest, self.shortest = longest, shortest
 
-    def start(self, contexts: Sequence[Sequence[int]], capacity: int | None) -> "Drafting":
+    def start(
+        self, contexts: Sequence[Sequence[int]], capacity: int | None = None, kept: CachedModel | None = None
+    ) -> "Drafting":
         return _LookingUp(self)
 
     def find(self, tokens: Sequence[int], limit: int) -> list[int]:
         """Up to `limit` tokens that followed the text's last tokens earlier in the text."""
+        tokens = list(tokens)
         for size in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
-            tail = list(tokens[-size:])
+            tail = tokens[-size:]
             for start in range(len(tokens) - size - 1, -1, -1):
                 if tokens[start] == tail[0] and tokens[start : start + size] == tail:
-                    return list(tokens[start + size : start + size + limit])
+                    return tokens[start + size : start + size + limit]
         return []
 
 

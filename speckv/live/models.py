@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import logging
 import pathlib
 import warnings
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
+import jinja2
 import torch
 import transformers
 from safetensors import SafetensorError
@@ -22,13 +24,22 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the libraries' own progress bars and per-layer remarks out of the user's terminal."""
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Keep the libraries' own progress bars and remarks out of the user's terminal while a model is loaded."""
+    log, bars = transformers.utils.logging, transformers.utils.logging.is_progress_bar_enabled()
+    verbosity, quantiser = log.get_verbosity(), logging.getLogger("bitsandbytes")
+    level = quantiser.level
+    log.disable_progress_bar()
+    log.set_verbosity_error()
+    quantiser.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        quantiser.setLevel(level)
+        log.set_verbosity(verbosity)
+        if bars:
+            log.enable_progress_bar()
 
 
 # LLM.int8() casts its input to float16 and says so at every layer of every forward.
@@ -134,7 +145,7 @@ def load_tokenizer(name: str) -> Any:
     try:
         with _quiet():
             return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises nothing more special
         raise SpecKVError(f"{name}: has no tokenizer that can be loaded ({_first_line(error)})") from None
 
 
@@ -177,10 +188,16 @@ class LanguageModel:
     def device(self) -> torch.device:
         return torch.device(self.model.device)
 
-    @property
+    @functools.cached_property
     def vocabulary_size(self) -> int:
-        """Logits that stand for a token. A padded embedding has more; those rows mean nothing."""
-        return len(self.tokenizer)
+        """Logits that may stand for a token. A padded embedding has more; those rows mean nothing."""
+        width = self.model.config.get_text_config().vocab_size
+        return int(min(max(self.tokenizer.get_vocab().values()) + 1, width))
+
+    @functools.cached_property
+    def impossible_ids(self) -> list[int]:
+        """Ids below the vocabulary's size that stand for no token."""
+        return sorted(set(range(self.vocabulary_size)) - set(self.tokenizer.get_vocab().values()))
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -241,6 +258,20 @@ def check_same_tokenizer(target: Any, draft: Any, target_name: str, draft_name: 
         )
 
 
+def check_same_vocabulary(target: LanguageModel, draft: LanguageModel) -> None:
+    """Refuse a draft that does not speak in the target's tokens.
+
+    Raises:
+        SpecKVError: naming both models.
+    """
+    check_same_tokenizer(target.tokenizer, draft.tokenizer, target.name, draft.name)
+    if target.vocabulary_size != draft.vocabulary_size:
+        raise SpecKVError(
+            f"{target.name} can say {target.vocabulary_size} tokens and {draft.name} {draft.vocabulary_size}; a draft "
+            "must share its target's vocabulary"
+        )
+
+
 def early_exit(target: LanguageModel, layers: int) -> LanguageModel:
     """The first layers of a model with its own output head, as a draft of the whole. The weights are shared.
 
@@ -253,8 +284,9 @@ def early_exit(target: LanguageModel, layers: int) -> LanguageModel:
     """
     whole = target.model
     decoder: Any = getattr(whole, whole.base_model_prefix, None)
-    if not isinstance(getattr(decoder, "layers", None), torch.nn.ModuleList):
-        raise SpecKVError(f"{target.name}: its layers cannot be told apart, so that it has no early exit")
+    if not isinstance(getattr(decoder, "layers", None), torch.nn.ModuleList) or "forward" in vars(whole):
+        # A forward of its own, as accelerate's hooks give a model, would run the whole of it.
+        raise SpecKVError(f"{target.name}: its layers cannot be run apart, so that it has no early exit")
     if not 1 <= layers < len(decoder.layers):
         most = len(decoder.layers) - 1
         raise SpecKVError(f"{target.name} has {most + 1} layers; exit early after 1 to {most} of them, not {layers}")
@@ -286,14 +318,18 @@ def chat_tokens(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]]) -> li
     """Token ids of a user's text or of a chat's messages, in the model's chat template if it has one.
 
     Raises:
-        SpecKVError: there are messages, and no chat template to put them in.
+        SpecKVError: there are messages, and no chat template to put them in, or it refuses them.
     """
     if tokenizer.chat_template is None:
         if not isinstance(prompt, str):
             raise SpecKVError("the tokenizer has no chat template for messages; give the text itself")
         return list(tokenizer(prompt)["input_ids"])
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+    try:
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    except jinja2.TemplateError as error:
+        raise SpecKVError(f"the chat template refuses the messages ({_first_line(error)}); change them") from None
+    return list(encoded["input_ids"])
 
 
 def model_name(name: str) -> str:

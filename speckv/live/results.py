@@ -25,8 +25,8 @@ class Step:
         gamma: tokens that were verified.
         accepted: of them, how many the target agreed with, before anything is cut off at the end of the text.
         committed: tokens that the text grew by: accepted + 1, or fewer in the last step.
-        forwards: draft forwards, gamma or one more (a distribution that nothing was drawn from); 0 if the drafter
-            is not a model.
+        forwards: draft forwards, gamma or one more (a distribution that nothing was drawn from), and those that ran on
+            behind an end token that nobody looked at; 0 if the drafter is not a model.
         lag: committed tokens that the first draft forward took in; 0 without a draft forward.
         batch_size: sequences that were decoded together.
         seconds: duration of the whole step.

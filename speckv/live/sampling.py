@@ -5,6 +5,7 @@ token is accepted if it is that choice. Rejection sampling accepts a drafted tok
 has the target's distribution. Proofs by exact enumeration are in `tests/test_lossless.py`.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal
@@ -30,7 +31,7 @@ class Sampler(ABC):
     """Settings of drawing and verifying; `start` gives the random numbers of some sequences to go with them.
 
     Args:
-        temperature: above 0; logits are divided by it.
+        temperature: from 0.0001; logits are divided by it.
         top_k: keep this many likeliest tokens; 0 for all.
         top_p: keep the likeliest tokens that hold this probability together, in (0, 1].
         min_p: drop tokens less likely than this share of the likeliest one, in [0, 1].
@@ -49,7 +50,7 @@ class Sampler(ABC):
         draft: DraftMode = "sampled",
     ) -> None:
         for name, value, fits, wanted in (
-            ("temperature", temperature, temperature > 0, "above 0 (0 is Greedy())"),
+            ("temperature", temperature, 1e-4 <= temperature < math.inf, "from 0.0001 (0 is Greedy())"),
             ("top_k", top_k, isinstance(top_k, int) and top_k >= 0, "a whole number from 0"),
             ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
             ("min_p", min_p, 0 <= min_p <= 1, "from 0 to 1"),
@@ -220,7 +221,9 @@ class _MatchingDraws(Draws):
         positions: Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         choices = self._choose(logits, positions)
-        agrees = (choices[:, :-1] == tokens) & _inside(gammas, tokens)
+        agrees = choices[:, :-1] == tokens
+        if min(gammas) < tokens.shape[1]:
+            agrees &= _inside(gammas, tokens)
         return agrees.long().cumprod(dim=1).sum(dim=1), choices
 
 
