@@ -83,7 +83,7 @@ def plot(comparison: Comparison, path: pathlib.Path) -> None:
     mean = {p: sum(c.gain for c in cells if c.policy == p) for p in {c.policy for c in cells}}
     order = sorted(mean, key=lambda policy: mean[policy])
     figure = Figure(
-        figsize=(3.4 * len(compressions) + 1.2, (0.28 * len(order) + 0.8) * len(costs)), layout="constrained"
+        figsize=(3.4 * len(compressions) + 1.2, (0.16 * len(order) + 0.8) * len(costs)), layout="constrained"
     )
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(costs), len(compressions), sharey=True, sharex=True, squeeze=False)
@@ -103,17 +103,18 @@ def plot(comparison: Comparison, path: pathlib.Path) -> None:
 
 def _panel(axis: Any, cells: list[Cell]) -> None:
     for y, cell in enumerate(cells):
-        bound = cell.policy in {"oracle", "perfect-judge"}
+        bound = cell.policy in {"oracle", "perfect-judge", "task-oracle"}
         color = "0.6" if bound else "black" if cell.policy == BASELINE else "tab:green" if cell.gain > 0 else "tab:red"
         if cell.gain < _LEFT:  # beyond the edge, as plain decoding can be
             axis.plot(100 * _LEFT, y, "<", color=color, markersize=5, clip_on=False)
             axis.text(100 * _LEFT + 2, y, f"{100 * cell.gain:.0f} %", color=color, fontsize=7, va="center")
             continue
         if cell.gain_ci is not None:
-            axis.plot([100 * end for end in cell.gain_ci], [y, y], color=color, linewidth=2.5, solid_capstyle="butt")
-        axis.plot(100 * cell.gain, y, "D" if bound else "o", color=color, markersize=4)
+            axis.plot([100 * end for end in cell.gain_ci], [y, y], color=color, linewidth=2, solid_capstyle="butt")
+        axis.plot(100 * cell.gain, y, "D" if bound else "o", color=color, markersize=3.5)
     axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(cells)), [cell.policy for cell in cells], fontsize=8)
+    axis.set_yticks(range(len(cells)), [cell.policy for cell in cells], fontsize=7)
+    axis.set_ylim(-0.7, len(cells) - 0.3)
     axis.tick_params(axis="x", labelsize=8)
     axis.grid(axis="x", color="0.9")
     axis.set_axisbelow(True)
