@@ -34,6 +34,7 @@ from speckv.live.drafting import PromptLookup
 from speckv.live.models import LanguageModel, early_exit
 from speckv.live.sampling import Greedy, Gumbel, Randomness, Rejection
 from speckv.policy import Policy
+from tests.live import Fixed
 
 PROMPT = [0, 1, 0, 0, 1]
 PADDING = 2  # logits behind the vocabulary that mean nothing, as real models have
@@ -81,17 +82,6 @@ def constant_model(*probabilities: float) -> LanguageModel:
 
 
 # Policies of every kind
-
-
-class Fixed(Policy):
-    name = "fixed"
-
-    def __init__(self, gamma):
-        super().__init__()
-        self.gamma = gamma
-
-    def choose_gamma(self, features, state):
-        return self.gamma
 
 
 class Draw(Policy):
@@ -348,7 +338,7 @@ def played(steps):
 @pytest.mark.parametrize("policy", POLICIES, ids=label)
 def test_rejection_sampling_writes_what_the_target_writes(policy, draft, two):
     """With every gamma from 0 to 4, and policies of all kinds."""
-    budget = 4 if policy.online else 5
+    budget = 5
     decoder = SpeculativeDecoder(*two, policy, sampler=Rejection(draft=draft))
     found, steps = enumerate_texts(decoder, budget)
     assert difference(found, target_texts(two[0], budget)) < 1e-6
@@ -473,7 +463,7 @@ def test_gumbel_sampling_with_other_drafters_and_an_end(drafter, setting):
 @pytest.mark.parametrize("policy", POLICIES, ids=label)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_gumbel_sampling_in_every_combination(setting, policy, draft, two):
-    budget, settings = 3 if policy.online else 4, SETTINGS[setting]
+    budget, settings = 4, SETTINGS[setting]
     noises = noises_that_matter(two, budget, settings)
     decoder = SpeculativeDecoder(*two, policy, sampler=Gumbel(**settings, draft=draft))
     found, _ = enumerate_texts(decoder, budget, noises=noises)
