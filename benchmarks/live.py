@@ -7,8 +7,9 @@
 Every method decodes every prompt once a round, in an order drawn anew for each prompt; a figure is a ratio of tokens
 per second within a round, given as the median of the rounds and their range. All methods are counted by the same clock
 and the same tokens, prompts included. Policies that learn are fitted to the shipped recording without the prompts
-decoded here, and start each round with a new memory. Pairs named with `--pair` have random weights and a chosen
-acceptance (`random_pairs.py`). `flashspec` joins if it is installed (`pip install flashspec`).
+decoded here, at the target's compression if it was recorded, and start each round with a new memory. Pairs named with
+`--pair` have random weights and a chosen acceptance (`random_pairs.py`). `flashspec` joins if it is installed
+(`pip install flashspec`).
 """
 
 import argparse
@@ -153,19 +154,21 @@ def _methods(
 ) -> tuple[dict[str, Method], list[Policy]]:
     """Ways to decode the same text, by the name that the tables give them, and the policies among them.
 
-    `step_seconds` will hold the seconds of all steps of each decode, with signals recorded and without.
+    `step_seconds` will hold the seconds of each decode's steps behind the first, which holds the prompt, with signals
+    recorded and without.
     """
     budget = options.max_new_tokens
     policies: list[Policy] = []
 
     def ours(policy: Policy, noted: str = "", **settings: Any) -> Method:
-        decoder = SpeculativeDecoder(*pair, policy, **settings)
+        # As assisted generation does: its first verification takes in the prompt.
+        decoder = SpeculativeDecoder(*pair, policy, merge_prefill=not policy.online, **settings)
         policies.append(policy)
 
         def decode(tokens: list[int]) -> list[int]:
             decoded = decoder.generate(tokens, budget)
             if noted:
-                step_seconds.setdefault(noted, []).append(decoded.seconds)
+                step_seconds.setdefault(noted, []).append(sum(step.seconds for step in decoded.steps[1:]))
             return decoded.tokens
 
         return decode
@@ -182,7 +185,9 @@ def _methods(
     costs = CostModel.load(options.costs) if options.costs else shipped_costs()[0]
     for name in options.policy:
         recorded = shipped_traces().load()
-        learned_from = recorded.take(~np.isin(recorded.ids, [prompt.id for prompt in _shipped_prompts(options)]))
+        held_out = np.isin(recorded.ids, [prompt.id for prompt in _shipped_prompts(options)])
+        alike = recorded.compressions == pair.target.compression
+        learned_from = recorded.take(~held_out & (alike if alike.any() else True))
         policy = make_policy(name).fit(learned_from, costs)
         check_playable(policy, 16)
         methods[f"speckv {name}"] = ours(policy, costs=costs)
@@ -263,12 +268,13 @@ def _measure(
     for round_ in range(rounds):
         for policy in policies:
             policy.forget()
-        print(f"round {round_ + 1} of {rounds}", flush=True)
         for number, prompt in enumerate(prompts):
             for name in rng.permutation(names):
                 start = time.perf_counter()
                 texts[name][number] = methods[name](prompt)
                 seconds[name][round_, number] = time.perf_counter() - start
+        rates = (f"{name} {_throughput(seconds[name], texts[name])[round_]:.4g}" for name in names)
+        print(f"round {round_ + 1} of {rounds}: {', '.join(rates)} tokens/s", flush=True)
     return seconds, texts
 
 
@@ -278,7 +284,8 @@ def _sums(seconds: np.ndarray) -> np.ndarray:
 
 def _throughput(seconds: np.ndarray, texts: list[list[int]]) -> np.ndarray:
     """Tokens per second of each round."""
-    return sum(map(len, texts)) / _sums(seconds)
+    with np.errstate(divide="ignore"):  # rounds that are still to come have taken no time
+        return sum(map(len, texts)) / _sums(seconds)
 
 
 def _share_equal(texts: list[list[int]], others: list[list[int]]) -> float:

@@ -13,7 +13,7 @@ from speckv.live.decoder import SpeculativeDecoder
 from speckv.live.drafting import ModelDrafter, PromptLookup
 from speckv.live.models import LanguageModel, early_exit
 from speckv.live.sampling import Greedy, Gumbel, Rejection
-from tests.conftest import END, add_noise, byte_tokenizer, tiny_model
+from speckv.testing.pairs import END, add_noise, byte_tokenizer, tiny_model
 from tests.live import KINDS, WINDOW, Drawn, Fixed, Keep, decoding_of, pair_with, plain_text
 
 BUDGET = 16
@@ -34,8 +34,9 @@ def assert_caches_are_right(decoding):
     """Step to the end, and compare the lengths of both caches with what a replay says they are."""
     (sequence,) = decoding.sequences
     target, draft = decoding.target, decoding.drafting.cached
-    lag, old = 1, len(sequence.context)
-    assert target.lengths == draft.lengths == [old - 1]
+    old = len(sequence.context)
+    lag = old if decoding.decoder.merge_prefill else 1
+    assert target.lengths == draft.lengths == [old - lag]
     while decoding.going:
         decoding.step()
         step = sequence.steps[-1]
@@ -53,9 +54,11 @@ def assert_caches_are_right(decoding):
 @pytest.mark.parametrize(("layers", "static"), MODES)
 @pytest.mark.parametrize("policy", KINDS, ids=repr)
 @by_name("sampler", SAMPLERS)
-def test_caches_after_every_step(layers, static, policy, sampler):
+@pytest.mark.parametrize("merge", [False, True], ids=["prefill", "merged"])
+def test_caches_after_every_step(layers, static, policy, sampler, merge):
     """And the text is that of a model that has no cache at all."""
-    decoder = SpeculativeDecoder(*pair_with(layers), policy, sampler=sampler, gamma_max=8, static_cache=static)
+    settings = {"sampler": sampler, "gamma_max": 8, "static_cache": static, "merge_prefill": merge}
+    decoder = SpeculativeDecoder(*pair_with(layers), policy, **settings)
     decoding = decoding_of(decoder, PROMPT, budget=BUDGET, seed=3)
     assert_caches_are_right(decoding)
     if not isinstance(sampler, Rejection):  # whose text depends on the draft
@@ -188,21 +191,49 @@ def test_a_kept_cache_of_a_text_that_ended_early(ending, kind):
         assert second.tokens == plain("full", tuple(following), 8)
 
 
-@pytest.mark.parametrize("layers", ["full", "sliding"])
-def test_a_kept_cache_saves_the_prefill(layers, monkeypatch):
-    """Both models see of a longer chat what is new."""
-    widths, forward = [], CachedModel._forward
+@pytest.fixture
+def widths(monkeypatch):
+    """Tokens of each forward of either model."""
+    noted, forward = [], CachedModel._forward
 
-    def noted(cached, tokens, *arguments, **options):
-        widths.append(tokens.shape[1])
+    def note(cached, tokens, *arguments, **options):
+        noted.append(tokens.shape[1])
         return forward(cached, tokens, *arguments, **options)
 
-    monkeypatch.setattr(CachedModel, "_forward", noted)
-    decoder = SpeculativeDecoder(*pair_with(layers), Fixed(2))
+    monkeypatch.setattr(CachedModel, "_forward", note)
+    return noted
+
+
+@pytest.mark.parametrize("merge", [False, True], ids=["prefill", "merged"])
+@pytest.mark.parametrize("layers", ["full", "sliding"])
+def test_a_kept_cache_saves_the_prefill(layers, merge, widths):
+    """Both models see of a longer chat what is new."""
+    decoder = SpeculativeDecoder(*pair_with(layers), Fixed(2), merge_prefill=merge)
     first = decoder.generate(PROMPT, BUDGET, keep_cache=True)
     del widths[:]
     decoder.generate([*PROMPT, *first.tokens, *b" So?"], 1, cache=first.cache)
     assert max(widths) <= len(" So?") + 3
+
+
+def test_a_merged_prefill_saves_a_forward_of_each_model(widths):
+    texts, counts = [], []
+    for merge in (False, True):
+        del widths[:]
+        texts.append(SpeculativeDecoder(*pair_with("full"), Fixed(2), merge_prefill=merge).generate(PROMPT, BUDGET))
+        counts.append(len(widths))
+    assert texts[0].tokens == texts[1].tokens
+    assert [step.gamma for step in texts[0].steps] == [step.gamma for step in texts[1].steps]
+    assert counts[1] == counts[0] - 2
+
+
+def test_merge_prefill_is_of_a_single_text():
+    prompts = [PROMPT, PROMPT[:3]]
+    texts = [
+        SpeculativeDecoder(*pair_with("full"), Fixed(2), merge_prefill=merge).generate_batch(prompts, BUDGET)
+        for merge in (False, True)
+    ]
+    assert [text.tokens for text in texts[0]] == [text.tokens for text in texts[1]]
+    assert texts[1][0].steps[0].lag == 1
 
 
 def test_a_used_cache_is_refused():

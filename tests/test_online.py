@@ -123,6 +123,16 @@ def test_which_policies_are_online():
     assert (Learner(start=5.0).memory["smoothed"] == 5.0).all()
 
 
+def test_an_online_policy_must_not_see_the_seconds_of_a_prompt():
+    from speckv.live.decoder import SpeculativeDecoder
+
+    from .live import pair_with
+
+    with pytest.raises(SpecKVError, match=r"'learner' learns from the seconds.*decode without merge_prefill"):
+        SpeculativeDecoder(*pair_with("full"), Learner(), merge_prefill=True)
+    SpeculativeDecoder(*pair_with("full"), Schedule(), merge_prefill=True)
+
+
 @given(order=st.permutations(range(6)))
 @settings(max_examples=15, deadline=None)
 def test_the_state_of_a_sequence_stays_in_it(order):

@@ -58,17 +58,20 @@ class CachedModel:
         self._ends = [0] * rows  # slot behind the last token of each sequence
         self._slots = 0
 
-    def forward(self, tokens: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, counts: Sequence[int] | None = None, last: int | None = None
+    ) -> torch.Tensor:
         """Append tokens to each sequence.
 
         Args:
             tokens: (n, k) ids on the model's device.
             counts: how many of the k belong to each sequence, the rest is padding. None for all of them.
+            last: how many of the k, from the end, to compute logits behind. None for all of them.
 
         Returns:
-            (n, k, vocabulary) float32 logits behind each token.
+            (n, last, vocabulary) float32 logits behind each token.
         """
-        return self._forward(tokens, counts, logits_to_keep=0)
+        return self._forward(tokens, counts, logits_to_keep=last or 0)
 
     def next_logits(self, tokens: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         """Append tokens as `forward` does. Returns (n, vocabulary) float32 logits behind the last of each sequence."""

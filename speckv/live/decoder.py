@@ -53,6 +53,9 @@ class SpeculativeDecoder:
         gamma_max: no step drafts more, whatever the policy says.
         costs: measured on this machine; only needed by policies that read the feature `cost_ratio`.
         static_cache: allocate the caches once for each call, instead of letting them grow.
+        merge_prefill: let a single text's first step take in the prompt, in the same forwards: one forward of each
+            model fewer. The first step's seconds then hold the prompt's; a policy that learns online from seconds is
+            refused. A batch takes in its prompts in front of the first step either way.
         record_signals: keep all signals in the steps, whether the policy needs them or not.
 
     Raises:
@@ -70,6 +73,7 @@ class SpeculativeDecoder:
         gamma_max: int = 16,
         costs: CostModel | None = None,
         static_cache: bool = False,
+        merge_prefill: bool = False,
         record_signals: bool = False,
     ) -> None:
         if isinstance(policy, Clairvoyant):
@@ -89,9 +93,15 @@ class SpeculativeDecoder:
                 )
         if costs is None and "cost_ratio" in policy.features:
             raise SpecKVError(f"policy {policy.name!r} reads the feature 'cost_ratio': give the decoder a cost model")
+        if merge_prefill and policy.online:
+            raise SpecKVError(
+                f"policy {policy.name!r} learns from the seconds of its steps, which must not hold the prompt's; "
+                "decode without merge_prefill"
+            )
         self.target, self.policy, self.gamma_max = target, policy, gamma_max
         self.sampler = sampler or Greedy()
-        self.static_cache, self.record_signals = static_cache, record_signals
+        self.static_cache, self.merge_prefill = static_cache, merge_prefill
+        self.record_signals = record_signals
         self.cost_ratio = costs.cost_ratio(target.compression) if costs and "cost_ratio" in policy.features else 0.0
 
     def generate(self, prompt: Prompt, max_new_tokens: int = 128, **options: Unpack[Options]) -> Decoded:

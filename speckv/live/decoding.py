@@ -132,7 +132,8 @@ class _Draft:
 class Decoding:
     """Sequences being decoded side by side.
 
-    Between two steps the target's cache holds each sequence but its last token, and the draft's at most so much.
+    Between two steps the target's cache holds each sequence but its last token, and the draft's at most so much. In
+    front of the first step this holds too, unless the decoder leaves the prompt to that step (`merge_prefill`).
 
     Attributes:
         sequences: all of them.
@@ -173,7 +174,10 @@ class Decoding:
             self.sequences.append(_Sequence(tokens, processors, detokenizer if show or stop else None))
         self.going = list(self.sequences)
         self.keeps_cache = options.get("keep_cache", False)
-        self.target, self.drafting = self._prefilled(options.get("cache"))
+        self.target, self.drafting = self._caches(options.get("cache"))
+        if not (decoder.merge_prefill and len(prompts) == 1):
+            self.target.prefill([tokens[n:-1] for tokens, n in zip(prompts, self.target.lengths, strict=True)])
+            self.drafting.prefill(prompts)
         self.tracker = FeatureTracker(
             policy.features,
             prompt_lengths=np.array([len(tokens) for tokens in prompts]),
@@ -192,8 +196,8 @@ class Decoding:
             torch.cuda.synchronize(self.device)  # what the prompt takes is not the first step's
         self.prefill_seconds = time.perf_counter() - start
 
-    def _prefilled(self, kept: KeptCache | None) -> tuple[CachedModel, Drafting]:
-        """The target's cache and the drafter, with all of each prompt but its last token."""
+    def _caches(self, kept: KeptCache | None) -> tuple[CachedModel, Drafting]:
+        """The target's cache and the drafter, empty or with what a kept cache knows of the prompt."""
         contexts = [sequence.context for sequence in self.sequences]
         decoder = self.decoder
         capacity = None
@@ -207,9 +211,7 @@ class Decoding:
             target, draft = taken
         else:
             target, draft = CachedModel(decoder.target, len(contexts), capacity), None
-        drafting = drafter.start(contexts, capacity, draft)
-        target.prefill([tokens[n:-1] for tokens, n in zip(contexts, target.lengths, strict=True)])
-        return target, drafting
+        return target, drafter.start(contexts, capacity, draft)
 
     def decoded(self) -> list[Decoded]:
         """All texts, once they have ended."""
@@ -381,13 +383,17 @@ class Decoding:
         return [int(row) for row in at[answers]]
 
     def _verify(self, draft: _Draft) -> Read:
-        """One forward of the target over the last committed token and the drafted ones.
+        """One forward of the target over the last committed token (and what it has not seen in front of it), and the
+        drafted ones.
 
         Returns, from the device in one go: `accepted` (n,), `tokens` (n, most + 1), and, if they are needed, signals
         of draft (n, most) and target (n,) by name and `log_probabilities` (n, most + 1).
         """
-        last = to_device([[sequence.context[-1]] for sequence in self.going], self.device)
-        logits = self.target.forward(torch.cat([last, draft.tokens], dim=1), [gamma + 1 for gamma in draft.gammas])
+        pairs = zip(self.going, self.target.lengths, strict=True)
+        unseen = [sequence.context[length:] for sequence, length in pairs]
+        tokens = torch.cat([to_device(unseen, self.device), draft.tokens], dim=1)
+        counts = [len(new) + gamma for new, gamma in zip(unseen, draft.gammas, strict=True)]
+        logits = self.target.forward(tokens, counts, last=draft.tokens.shape[1] + 1)
         processed = logits
         if any(sequence.processors for sequence in self.going):
             processed = logits.clone()

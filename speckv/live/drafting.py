@@ -25,10 +25,10 @@ class Drafter(ABC):
     def start(
         self, contexts: Sequence[Sequence[int]], capacity: int | None = None, kept: CachedModel | None = None
     ) -> "Drafting":
-        """Begin to draft for sequences.
+        """Begin to draft for sequences. What takes long is left to `Drafting.prefill`.
 
         Args:
-            contexts: tokens of each sequence; of the last one there is nothing to know yet.
+            contexts: tokens of each sequence.
             capacity: tokens to allocate a static cache for, None for a dynamic one.
             kept: a draft model's cache of an earlier text that begins like the only sequence.
         """
@@ -37,13 +37,20 @@ class Drafter(ABC):
 class Drafting(ABC):
     """A drafter at work on n sequences.
 
-    A step is one `begin`, a number of `next`, and one `end`.
+    A step is one `begin`, a number of `next`, and one `end`. In front of the first there may be one `prefill`.
 
     Attributes:
         cached: the draft model and its cache, if there is one.
     """
 
     cached: CachedModel | None = None
+
+    def prefill(self, contexts: Sequence[Sequence[int]]) -> None:  # noqa: B027 (not every drafter has to)
+        """Take in the prompts ahead of the first step, which otherwise has to.
+
+        Args:
+            contexts: tokens of each sequence; of the last one there is nothing to know yet.
+        """
 
     @abstractmethod
     def begin(self, contexts: Sequence[Sequence[int]], limits: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -96,7 +103,7 @@ class ModelDrafter(Drafter):
     ) -> "ModelDrafting":
         if kept is None or kept.model is not self.model.model:
             kept = CachedModel(self.model, len(contexts), capacity)
-        return ModelDrafting(kept, contexts)
+        return ModelDrafting(kept)
 
 
 class ModelDrafting(Drafting):
@@ -104,8 +111,10 @@ class ModelDrafting(Drafting):
 
     cached: CachedModel
 
-    def __init__(self, cached: CachedModel, contexts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, cached: CachedModel) -> None:
         self.cached = cached
+
+    def prefill(self, contexts: Sequence[Sequence[int]]) -> None:
         self.cached.prefill([tokens[n:-1] for tokens, n in zip(contexts, self.cached.lengths, strict=True)])
 
     def begin(self, contexts: Sequence[Sequence[int]], limits: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -182,3 +191,8 @@ class _LookingUp(Drafting):
 
     def select(self, rows: Sequence[int]) -> None:
         pass
+
+
+def prompt_lookup(target: LanguageModel, longest: int = 3, shortest: int = 1) -> PromptLookup:
+    """`PromptLookup`, as the factory that a drafter is registered with: whatever the target is, it drafts the same."""
+    return PromptLookup(longest, shortest)
