@@ -13,6 +13,7 @@ decoded here, at the target's compression if it was recorded, and start each rou
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import pathlib
@@ -330,9 +331,11 @@ def _ratios(
 
 
 def _memory_in_use(device: str) -> int:
-    """Bytes that this process holds."""
+    """Bytes that this process holds, without those that its allocator keeps for later."""
+    gc.collect()
     if device.startswith("cuda"):
         return torch.cuda.memory_allocated(device)
+    ctypes.CDLL(None).malloc_trim(0)
     return _status("VmRSS")
 
 
@@ -342,9 +345,9 @@ def _status(name: str) -> int:
 
 
 def _memory(pair: ModelPair, prompts: list[list[int]], options: argparse.Namespace, before: int) -> dict[str, float]:
-    """Peak memory of a decode to what the loaded models hold and their caches, in bytes."""
+    """Peak memory of a decode to that of the models' weights and their caches, in bytes."""
     decoder = SpeculativeDecoder(*pair, make_policy(f"fixed:gamma={options.signals_gamma}"))
-    gc.collect()
+    decoder.generate(prompts[0], 2)  # weights are mapped files, which come into memory when they are first used
     loaded = _memory_in_use(options.device) - before
     if options.device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats(options.device)
@@ -367,7 +370,7 @@ def _memory(pair: ModelPair, prompts: list[list[int]], options: argparse.Namespa
         "models": models,
         "loaded": loaded,
         "caches": caches,
-        "ratio": (peak - before) / (loaded + caches),
+        "ratio": (peak - before) / (models + caches),
     }
 
 
@@ -425,8 +428,8 @@ def _show(result: dict[str, Any]) -> None:
     cost, memory = result["signals_cost"], result["memory"]
     console.print(
         f"recording all signals costs {cost['median']:+.2%} of the time ({cost['lowest']:+.2%} to "
-        f"{cost['highest']:+.2%}); peak memory is {memory['ratio']:.3f} times what the loaded models and "
-        f"their caches hold"
+        f"{cost['highest']:+.2%}); peak memory is {memory['ratio']:.3f} times the models' weights and "
+        f"their caches"
     )
 
 

@@ -82,9 +82,20 @@ def load_model(name: str, compression: str, compute: str = "native", device: str
     try:
         with _quiet():
             model = AutoModelForCausalLM.from_pretrained(name, **options).eval()
-            return compute_in_float32(model) if compute == "float32" else model
+            if compute == "float32":
+                return compute_in_float32(model)
+            return _without_file(model) if "quantization_config" in options else model
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise SpecKVError(f"{name}: cannot be loaded as a causal language model ({_first_line(error)})") from None
+
+
+def _without_file(model: Any) -> Any:
+    """What a quantised model keeps as it was, such as its embedding, is a view of the mapped file and would keep all of
+    it in memory."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.clone()
+    return model
 
 
 class Float32Linear(torch.nn.Module):
