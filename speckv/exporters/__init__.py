@@ -1,0 +1,1 @@
+"""What speckv exports policies to, one file a target."""

@@ -1,0 +1,134 @@
+"""What the exporters of portable policies share: which policies they hold, and what the export is replayed with."""
+
+import pathlib
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from speckv.costs import CostModel
+from speckv.errors import SpecKVError
+from speckv.exporting import Exporter
+from speckv.features import FEATURES, Features
+from speckv.policy import Policy, State
+from speckv.runtime import Bundle
+from speckv.runtime.programs import Draft, Program
+from speckv.traces import Rollouts
+
+
+class PortableExporter(Exporter):
+    """Writes policies that have a portable form (`speckv.Policy.program`) for one decoder."""
+
+    # A portable policy knows no token by its id.
+    observes: ClassVar[frozenset[str]] = frozenset(FEATURES) - {"draft_token"}
+    kinds = frozenset({"before", "draft", "both"})
+    outcomes = True
+
+    def reason(self, policy: Policy) -> str | None:
+        return super().reason(policy) or policy.unportable
+
+    def export(self, policy: Policy, out: pathlib.Path) -> None:
+        self.write(Bundle(policy.label, policy.program()), out)
+
+    def check(self, policy: Policy) -> None:
+        super().check(policy)
+        # A policy may be told what came of a step where its portable form reads it.
+        if hidden := [name for name in policy.program().features if name not in self.observes]:
+            raise SpecKVError(
+                f"{self.name} can't hold policy {policy.label!r}: it reads {', '.join(hidden)}, which {self.decoder} "
+                "can't show"
+            )
+
+    def approximate(self, policy: Policy, traces: Rollouts, costs: CostModel) -> Policy:
+        from speckv.exporters.imitation import imitate
+
+        inside = bool(self.kinds - {"before"})
+        program = imitate(policy, traces, costs, self.observes, inside)
+        return BundlePolicy(Bundle(f"{policy.label}, approximated", program))
+
+    @abstractmethod
+    def write(self, bundle: Bundle, out: pathlib.Path) -> None:
+        """Write a portable policy to the folder `out`, which exists and is empty."""
+
+
+class RowByRow(Policy):
+    """Asks the code that a decoder runs, once for each sequence: a replay of it shows what the decoder will do.
+
+    Args:
+        label: how tables call it.
+        features: names of those that it reads.
+        asks: what it has to be asked inside the draft, as of `Bundle.asks`.
+        gamma, draws, keeps: the three decisions of one sequence, from its features by name and what is remembered of
+            the draft.
+    """
+
+    name = "portable"
+
+    def __init__(
+        self,
+        label: str,
+        features: tuple[str, ...],
+        asks: str | None,
+        gamma: Callable[[dict[str, float], Draft], int],
+        draws: Callable[[dict[str, float], Draft], bool],
+        keeps: Callable[[dict[str, float], Draft], bool],
+    ) -> None:
+        super().__init__()
+        self._label, self.features, self.asks = label, features, asks
+        self.gamma, self.draws, self.keeps = gamma, draws, keeps
+
+    @property
+    def label(self) -> str:
+        return self._label
+
+    def overrides(self, method: str) -> bool:
+        if method in {"draw_token", "keep_drafting"}:
+            return self.asks in {method, "both"}
+        return super().overrides(method)
+
+    def new_state(self, rows: int) -> State:
+        return {"survival": np.ones(rows), "goes_on": np.ones(rows, dtype=bool)}
+
+    def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
+        state["survival"][:], state["goes_on"][:] = 1.0, True
+        return self._each(self.gamma, features, state)
+
+    def draw_token(self, features: Features, state: State) -> npt.ArrayLike:
+        return self._each(self.draws, features, state)
+
+    def keep_drafting(self, features: Features, state: State) -> npt.ArrayLike:
+        return self._each(self.keeps, features, state)
+
+    def _each(
+        self, decide: Callable[[dict[str, float], Draft], int], features: Features, state: State
+    ) -> npt.NDArray[np.int64] | npt.NDArray[np.bool_]:
+        columns = [features[name].tolist() for name in features]
+        drafts = [Draft(*of) for of in zip(state["survival"].tolist(), state["goes_on"].tolist(), strict=True)]
+        rows = zip(*columns, strict=True) if columns else [()] * features.rows
+        answers = [
+            decide(dict(zip(features, row, strict=True)), draft) for row, draft in zip(rows, drafts, strict=True)
+        ]
+        state["survival"] = np.array([draft.survival for draft in drafts])
+        state["goes_on"] = np.array([draft.goes_on for draft in drafts], dtype=bool)
+        return np.array(answers)
+
+
+class BundlePolicy(RowByRow):
+    """A bundle as a policy, for what plays policies: a replay, or the live decoder."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        gamma, stop = bundle.program.gamma, bundle.program.stop
+        super().__init__(
+            bundle.policy,
+            bundle.program.features,
+            bundle.asks,
+            gamma=lambda values, draft: gamma.choose(values),
+            draws=lambda values, draft: stop is None or stop.draws(values, draft),
+            keeps=lambda values, draft: stop is None or stop.keeps(values, draft),
+        )
+        self.bundle = bundle
+
+    def program(self) -> Program:
+        return self.bundle.program

@@ -1,0 +1,52 @@
+"""docs/export.md, word for word: its commands are run, and so is its code."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from speckv.plugins import registry
+from tests.portable import EXACT
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "export.md"
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> list[str]:
+    return [text for kind, text in FENCE.findall(PAGE.read_text(encoding="utf-8")) if kind == language]
+
+
+def test_it_names_every_exporter_and_every_portable_policy():
+    page = PAGE.read_text(encoding="utf-8")
+    listed = re.search(r"These policies fit\nexactly:\n\n(.*?)\n\n", page, re.DOTALL)
+    assert listed and set(re.findall(r"`([\w-]+)`", listed[1])) == {spec.partition(":")[0] for spec in EXACT}
+    exporters = {name for name, entry in registry().exporters.items() if entry.plugin.built_in}
+    assert exporters == set(re.findall(r"^\| `([\w-]+)` \|.*\|.*\|.*\|$", page, re.MULTILINE))
+
+
+@pytest.mark.slow
+def test_the_page_works_as_it_stands(tmp_path, monkeypatch, capsys, small_pair_paths):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]]))
+    for commands in blocks("sh"):
+        done = subprocess.run(["bash", "-ec", commands], capture_output=True, text=True, check=False, timeout=600)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("100.00% of") == 2
+    names = {"TARGET": small_pair_paths.target, "DRAFT": small_pair_paths.draft}
+    said = []
+    for code in blocks("python"):
+        exec(code, names)
+        said.append(capsys.readouterr().out)
+    in_python, speculated, assisted = said
+    first, other = (text.splitlines()[-1].partition(")")[0] for text in (speculated, assisted))
+    assert first == other, "the first step of a text does not depend on the form"
+
+    (program,) = blocks("c")
+    (tmp_path / "host.c").write_text(program)
+    strict = ["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-Imlp-c"]
+    subprocess.run(["cc", *strict, "host.c", "-o", "host", "-lm"], check=True)
+    in_c = subprocess.run(["./host"], capture_output=True, text=True, check=True).stdout
+    assert in_python == f"{in_c.strip()} 1.0\n"
