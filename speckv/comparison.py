@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+import itertools
+import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal, Self, TypeVar, get_args
 
 import joblib
 import numpy as np
@@ -13,6 +15,7 @@ import numpy.typing as npt
 from speckv.costs import CostModel
 from speckv.errors import SpecKVError
 from speckv.features import FloatArray, IntArray
+from speckv.files import check_version, read_json
 from speckv.policy import Clairvoyant, Policy
 from speckv.replaying import Replay, measure_controller, replay
 from speckv.traces import Rollouts, TraceDataset
@@ -21,6 +24,10 @@ BASELINE = "best-fixed"
 #: Policies that every comparison holds: baselines, the reference and the bound.
 REQUIRED = ("none", "fixed-4", BASELINE, "perfect-judge", "oracle")
 RESAMPLES = 9_999
+#: What is held out together: prompts, in folds, or all prompts of a task.
+HoldOut = Literal["prompt", "task"]
+FORMAT = "speckv-comparison"
+SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -30,10 +37,10 @@ class Cell:
     Attributes:
         costs, compression, policy: names; compression is `all` for the sum over compressions.
         throughput: committed tokens a second, decisions of the policy included.
-        gain: throughput over that of the best fixed gamma, minus 1.
-        gain_ci: its 95 % interval (paired bootstrap over prompts), None for the baseline itself.
-        p: of no difference to the best fixed gamma (paired permutation over prompts), Holm-corrected for the
-            number of policies in this table; None for the baseline and for the clairvoyant bounds.
+        gain: throughput over that of the policy compared with (the best fixed gamma, if not told otherwise), minus 1.
+        gain_ci: its 95 % interval (paired bootstrap over prompts), None for that policy itself.
+        p: of no difference to that policy (paired permutation over prompts), Holm-corrected for the number of
+            policies in this table; None for itself and for the clairvoyant bounds.
         gap_closed, judge_gap_closed: share of the way from the best fixed gamma to the oracle and to the perfect
             judge; None where they are less than 0.1 % ahead.
         tokens_per_step: committed tokens a step.
@@ -58,15 +65,108 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class TaskCell:
+    """One policy on the prompts of one task.
+
+    Attributes:
+        costs, compression, task, policy: names; compression is `all` for the sum over compressions.
+        throughput, gain, gain_ci: as of `Cell`; of a single prompt there is no interval.
+    """
+
+    costs: str
+    compression: str
+    task: str
+    policy: str
+    throughput: float
+    gain: float
+    gain_ci: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Change:
+    """How far a policy's decisions differ between two machines.
+
+    Attributes:
+        policy: its label.
+        costs, other_costs: names of the two cost models.
+        share: of the steps that start at the same token under both, those that draft another number of tokens. It is 0
+            for a policy that looks at acceptance alone.
+    """
+
+    policy: str
+    costs: str
+    other_costs: str
+    share: float
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """The table of a comparison, and how it was made."""
+    """The table of a comparison, the same by task, how it was made, and what changes from one machine to the next."""
 
     cells: list[Cell]
+    by_task: list[TaskCell]
     settings: dict[str, Any]
+    changes: list[Change] = field(default_factory=list)
+
+    @property
+    def against(self) -> str:
+        """Label of the policy that gains, intervals and p values compare with."""
+        return str(self.settings["against"])
+
+    @property
+    def bounds(self) -> set[str]:
+        """Labels of the policies that look at the future."""
+        return {cell.policy for cell in self.cells if cell.p is None} - {self.against}
+
+    @property
+    def compressions(self) -> list[str]:
+        """Those of the cells, without the sum over all."""
+        return sorted({cell.compression for cell in self.cells} - {"all"})
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": "speckv-comparison", "schema_version": 1, "settings": self.settings,
-                "cells": [asdict(cell) for cell in self.cells]}  # fmt: skip
+        return {"format": FORMAT, "schema_version": SCHEMA_VERSION, "settings": self.settings,
+                "cells": [asdict(cell) for cell in self.cells],
+                "by_task": [asdict(cell) for cell in self.by_task],
+                "changes": [asdict(change) for change in self.changes]}  # fmt: skip
+
+    @classmethod
+    def load(cls, path: str | pathlib.Path) -> Self:
+        """Read what `speckv compare --json` wrote.
+
+        Raises:
+            SpecKVError: the file is not one, is damaged, or is of a newer schema version.
+        """
+        path = pathlib.Path(path)
+        value = read_json(path, "the result of a comparison")
+        if value.get("format") != FORMAT:
+            raise SpecKVError(f"{path}: is not the result of a comparison; make one with `speckv compare --json`")
+        check_version(value.get("schema_version"), SCHEMA_VERSION, path)
+        try:
+            settings = {key: value["settings"][key] for key in _NEEDED}
+            cells = [_from_row(Cell, row) for row in value["cells"]]
+            by_task = [_from_row(TaskCell, row) for row in value["by_task"]]
+            changes = [_from_row(Change, row) for row in value.get("changes", [])]
+        except (KeyError, TypeError, ValueError) as error:
+            raise SpecKVError(f"{path}: not a whole result of a comparison ({error!r}); compare again") from None
+        return cls(cells, by_task, value["settings"] | settings, changes)
+
+
+#: Settings without which nothing can be made of a result.
+_NEEDED = ("policies", "costs", "traces", "prompts", "sequences", "tokens", "folds", "hold_out", "against", "seed")
+_Row = TypeVar("_Row", Cell, TaskCell, Change)
+
+
+def _from_row(kind: type[_Row], row: dict[str, Any]) -> _Row:
+    """A cell from JSON; KeyError, TypeError or ValueError if a value is missing or of another type."""
+    values: dict[str, Any] = {}
+    for item in fields(kind):
+        value = row[item.name]
+        if isinstance(value, str) != (item.type is str) or (value is None and type(None) not in get_args(item.type)):
+            raise TypeError(f"{item.name} is {value!r}")
+        if not (value is None or isinstance(value, str) or np.isfinite(np.asarray(value, dtype=float)).all()):
+            raise ValueError(f"{item.name} is {value!r}")
+        values[item.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)
 
 
 @dataclass
@@ -78,15 +178,19 @@ class _Tally:
     steps: IntArray
     switches: IntArray
     gammas: IntArray
+    #: (S, T) tokens drafted by the step that starts at a position, -1 where none starts.
+    played: IntArray
 
     @classmethod
-    def empty(cls, sequences: int, gamma_max: int) -> "_Tally":
+    def empty(cls, traces: Rollouts) -> "_Tally":
+        sequences = len(traces)
         return cls(
             np.zeros(sequences),
             np.zeros(sequences),
             np.zeros(sequences, dtype=np.int64),
             np.zeros(sequences, dtype=np.int64),
-            np.zeros((sequences, gamma_max + 1), dtype=np.int64),
+            np.zeros((sequences, traces.gamma_max + 1), dtype=np.int64),
+            np.full(traces.tokens.shape, -1),
         )
 
     def add(self, run: Replay, rows: IntArray) -> None:
@@ -96,6 +200,7 @@ class _Tally:
         np.add.at(self.controller, sequence, run.controller_seconds)
         np.add.at(self.steps, sequence, 1)
         np.add.at(self.gammas, (sequence, run.gamma), 1)
+        self.played[sequence, run.position] = run.gamma
         changed = (np.diff(run.sequence) == 0) & (np.diff(run.gamma) != 0)
         np.add.at(self.switches, sequence[1:][changed], 1)
 
@@ -108,6 +213,8 @@ def compare(
     seed: int = 0,
     jobs: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    hold_out: HoldOut = "prompt",
+    against: str = BASELINE,
 ) -> Comparison:
     """Cross-validate policies by prompt and compare their throughput.
 
@@ -125,9 +232,13 @@ def compare(
         jobs: processes to work in.
         progress: called with how many policies have been fitted and replayed, and how many there are, counting each
             cost model.
+        hold_out: `task` holds out all prompts of a task at once, each task in turn, instead of `folds` of all tasks:
+            how a policy does on text of another kind than it has learned from.
+        against: label of the policy that gains, intervals and p values compare with.
 
     Raises:
-        SpecKVError: fewer prompts than folds, or a cost model lacks a compression.
+        SpecKVError: fewer prompts than folds, fewer than two tasks to hold out, `against` is not among the policies,
+            or a cost model lacks a compression.
     """
     traces = traces.load() if isinstance(traces, TraceDataset) else traces
     labels = [policy.label for policy in policies]
@@ -135,7 +246,10 @@ def compare(
         raise SpecKVError(f"the comparison lacks {', '.join(missing)}, which every honest one holds; add them")
     if twice := [name for name in labels if labels.count(name) > 1]:
         raise SpecKVError(f"two policies of the comparison are called {twice[0]}; leave one out")
-    fold_of = _folds(traces, folds, seed)
+    if against not in labels:
+        raise SpecKVError(f"there is no {against!r} in the comparison to compare with; add it to the policies")
+    fold_of = folds_of(traces, folds, seed, hold_out)
+    folds = int(fold_of.max()) + 1
     costs, timed_here = _with_decision_times(policies, traces, costs)
     tasks = [(model, policy) for model in costs for policy in policies]
     work = joblib.Parallel(n_jobs=jobs, return_as="generator")(
@@ -147,11 +261,17 @@ def compare(
         progress(len(results), len(tasks))
     bounds = {policy.label for policy in policies if isinstance(policy, Clairvoyant)}
     cells: list[Cell] = []
+    by_task: list[TaskCell] = []
     for model in costs:
         tallies = {label: results[model.name, label] for label in labels}
         for compression in ("all", *np.unique(traces.compressions)):
             mask = np.ones(len(traces), dtype=bool) if compression == "all" else traces.compressions == compression
-            cells.extend(_cells(model.name, str(compression), tallies, traces, mask, bounds, seed))
+            cells.extend(_cells(model.name, str(compression), tallies, traces, mask, bounds, seed, against))
+            for task in np.unique(traces.tasks[mask]):
+                of_task = mask & (traces.tasks == task)
+                by_task.extend(
+                    _task_cells(model.name, str(compression), str(task), tallies, traces, of_task, seed, against)
+                )
     settings = {
         "policies": {policy.label: repr(policy) for policy in policies},
         "costs": [model.name for model in costs],
@@ -160,17 +280,35 @@ def compare(
         "sequences": len(traces),
         "tokens": int(traces.lengths.sum()),
         "folds": folds,
+        "hold_out": hold_out,
+        "against": against,
         "seed": seed,
         "resamples": RESAMPLES,
         "decision_times_measured_here": timed_here,
     }
-    return Comparison(cells, settings)
+    changes = [
+        Change(label, one.name, other.name, _changed(results[one.name, label], results[other.name, label]))
+        for one, other in itertools.combinations(costs, 2)
+        for label in labels
+    ]
+    return Comparison(cells, by_task, settings, changes)
 
 
-def _folds(traces: Rollouts, folds: int, seed: int) -> IntArray:
-    """The fold of each sequence: all sequences of a prompt in one, each task in equal shares."""
+def _changed(one: _Tally, other: _Tally) -> float:
+    """The share of `Change`."""
+    both = (one.played >= 0) & (other.played >= 0)
+    return float((one.played != other.played)[both].mean())
+
+
+def folds_of(traces: Rollouts, folds: int, seed: int, hold_out: HoldOut = "prompt") -> IntArray:
+    """The fold of each sequence: all sequences of a prompt in one, each task in equal shares; or one fold a task."""
     from sklearn.model_selection import StratifiedKFold
 
+    if hold_out == "task":
+        known, fold_of = np.unique(traces.tasks, return_inverse=True)
+        if len(known) < 2:
+            raise SpecKVError("the traces hold one task only, so that none can be held out; record another")
+        return fold_of
     prompts, first, prompt_of = np.unique(traces.ids, return_index=True, return_inverse=True)
     if len(prompts) < folds:
         raise SpecKVError(f"the traces hold {len(prompts)} prompts, too few for {folds} folds; record more")
@@ -197,24 +335,24 @@ def _with_decision_times(
     }
     measured = {}
     for name, policy in unknown.items():
-        with _naming(policy):
+        with naming(policy):
             measured[name] = measure_controller(copy.deepcopy(policy).forget().fit(traces, costs[0]), traces, costs[0])
     return [replace(model, controller=measured | model.controller) for model in costs], sorted(measured)
 
 
 def _held_out(policy: Policy, traces: Rollouts, costs: CostModel, fold_of: IntArray, folds: int, seed: int) -> _Tally:
     """Fit on all folds but one, replay on that one, for each fold."""
-    tally = _Tally.empty(len(traces), traces.gamma_max)
+    tally = _Tally.empty(traces)
     for fold in range(folds):
         train, test = np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)
-        with _naming(policy):
+        with naming(policy):
             fitted = copy.deepcopy(policy).forget().fit(traces.take(train), costs, seed)
             tally.add(replay(fitted, traces.take(test), costs), test)
     return tally
 
 
 @contextlib.contextmanager
-def _naming(policy: Policy) -> Iterator[None]:
+def naming(policy: Policy) -> Iterator[None]:
     """Whatever a policy raises becomes one line that names it."""
     try:
         yield
@@ -232,16 +370,14 @@ def _cells(
     mask: npt.NDArray[np.bool_],
     bounds: set[str],
     seed: int,
+    against: str,
 ) -> list[Cell]:
-    _, prompt_of = np.unique(traces.ids[mask], return_inverse=True)
-    by_prompt = {
-        label: np.bincount(prompt_of, weights=tally.seconds[mask]).astype(float) for label, tally in tallies.items()
-    }
+    by_prompt = _seconds_by_prompt(tallies, traces, mask)
     tokens = int(traces.lengths[mask].sum())
     throughput = {label: tokens / seconds.sum() for label, seconds in by_prompt.items()}
     base = throughput[BASELINE]
-    tested = [label for label in tallies if label != BASELINE and label not in bounds]
-    p_values = holm([_permutation_p(by_prompt[label], by_prompt[BASELINE], seed) for label in tested])
+    tested = [label for label in tallies if label != against and label not in bounds]
+    p_values = holm([_permutation_p(by_prompt[label], by_prompt[against], seed) for label in tested])
     p_of = dict(zip(tested, p_values, strict=True))
 
     def closed(label: str, bound: str) -> float | None:
@@ -258,8 +394,8 @@ def _cells(
                 compression=compression,
                 policy=label,
                 throughput=throughput[label],
-                gain=throughput[label] / base - 1,
-                gain_ci=None if label == BASELINE else _gain_interval(by_prompt[label], by_prompt[BASELINE], seed),
+                gain=throughput[label] / throughput[against] - 1,
+                gain_ci=None if label == against else _gain_interval(by_prompt[label], by_prompt[against], seed),
                 p=p_of.get(label),
                 gap_closed=closed(label, "oracle"),
                 judge_gap_closed=closed(label, "perfect-judge"),
@@ -270,6 +406,43 @@ def _cells(
             )
         )
     return sorted(cells, key=lambda cell: -cell.throughput)
+
+
+def _task_cells(
+    costs: str,
+    compression: str,
+    task: str,
+    tallies: dict[str, _Tally],
+    traces: Rollouts,
+    mask: npt.NDArray[np.bool_],
+    seed: int,
+    against: str,
+) -> list[TaskCell]:
+    by_prompt = _seconds_by_prompt(tallies, traces, mask)
+    tokens = int(traces.lengths[mask].sum())
+    base = by_prompt[against]
+    return [
+        TaskCell(
+            costs=costs,
+            compression=compression,
+            task=task,
+            policy=label,
+            throughput=float(tokens / seconds.sum()),
+            gain=float(base.sum() / seconds.sum() - 1),
+            gain_ci=None if label == against or len(base) < 2 else _gain_interval(seconds, base, seed),
+        )
+        for label, seconds in by_prompt.items()
+    ]
+
+
+def _seconds_by_prompt(
+    tallies: dict[str, _Tally], traces: Rollouts, mask: npt.NDArray[np.bool_]
+) -> dict[str, FloatArray]:
+    """Policy -> seconds of each prompt's sequences where `mask` (S,) is True."""
+    _, prompt_of = np.unique(traces.ids[mask], return_inverse=True)
+    return {
+        label: np.bincount(prompt_of, weights=tally.seconds[mask]).astype(float) for label, tally in tallies.items()
+    }
 
 
 def _gain_interval(seconds: FloatArray, baseline: FloatArray, seed: int) -> tuple[float, float]:

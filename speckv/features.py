@@ -64,6 +64,7 @@ FEATURES: dict[str, Feature] = {
         Feature("draft_top2", "distribution", "probability", "of the draft's second likeliest token"),
         Feature("draft_top10", "distribution", "probability", "of the draft's ten likeliest tokens together"),
         Feature("draft_probability", "drawn", "probability", "of the drawn token under the draft"),
+        Feature("draft_token", "drawn", "id", "of the drawn token, in the models' vocabulary"),
     )
 }
 
@@ -83,6 +84,8 @@ TOKEN_SIGNALS = {
     "draft_top10": "draft_top10",
     "draft_probability": "draft_top1",
 }
+#: Features of a token -> the name by which a recording gives them. Every drafter knows the id of its token.
+_TOKEN_FEATURES = TOKEN_SIGNALS | {"draft_token": "draft_token"}
 
 
 class Features(Mapping[str, FloatArray]):
@@ -155,7 +158,7 @@ class FeatureTracker:
         self._before = [name for name in names if FEATURES[name].when == "before"]
         self._reductions = {name: _REDUCTIONS[name] for name in names if name in _REDUCTIONS}
         self._target = [name for name in _TARGET_SIGNALS if name in names]
-        self._token = [name for name in names if name in TOKEN_SIGNALS]
+        self._token = [name for name in names if name in _TOKEN_FEATURES]
         self._index = "draft_index" in names
         n = len(prompt_lengths)
         self._values: dict[str, npt.NDArray[np.float64]] = {
@@ -180,8 +183,8 @@ class FeatureTracker:
 
     @property
     def token_signals(self) -> dict[str, str]:
-        """Features of a drafted token that the policy asked for -> the recorded signal that holds them."""
-        return {name: TOKEN_SIGNALS[name] for name in self._token}
+        """Features of a drafted token that the policy asked for -> what holds them in a recording."""
+        return {name: _TOKEN_FEATURES[name] for name in self._token}
 
     @property
     def target_signals(self) -> list[str]:

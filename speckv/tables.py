@@ -1,10 +1,8 @@
-"""Comparisons as tables and pictures for people."""
+"""Comparisons as tables for people."""
 
-import pathlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from speckv.comparison import BASELINE, Cell, Comparison
-from speckv.files import write_atomically
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,61 +58,46 @@ def _bar(share: float) -> str:
     return _BARS[0] if share < 0.01 else _BARS[max(1, round((len(_BARS) - 1) * share))]
 
 
+def what_if(comparison: Comparison) -> "Table":
+    """One table: each policy's rank and throughput on each machine, and how much its decisions differ from those on
+    the first one. All compressions together; the bounds have no rank."""
+    from rich.table import Table
+
+    machines: list[str] = comparison.settings["costs"]
+    table = Table(title="from one machine to another", title_justify="left", title_style="bold")
+    table.add_column("policy", no_wrap=True)
+    for machine in machines:
+        table.add_column(f"{machine}: rank, tok/s", justify="right")
+    for machine in machines[1:]:
+        table.add_column(f"other gammas than on {machines[0]}" if len(machines) == 2 else machine, justify="right")
+    changed = {(change.policy, change.costs, change.other_costs): change.share for change in comparison.changes}
+    ranks = {machine: ranking(comparison, machine) for machine in machines}
+    for policy in ranks[machines[0]]:
+        shares = [changed[policy, machines[0], machine] for machine in machines[1:]]
+        table.add_row(
+            policy,
+            *(f"{list(ranks[machine]).index(policy) + 1}, {ranks[machine][policy]:.3g}" for machine in machines),
+            *("same" if share == 0 else f"{max(share, 0.001):.1%} of steps" for share in shares),
+            style="bold" if policy == BASELINE else "",
+        )
+    return table
+
+
+def ranking(comparison: Comparison, costs: str) -> dict[str, float]:
+    """Throughput of each policy under one cost model, all compressions together, fastest first, without the bounds."""
+    against = comparison.settings.get("against", BASELINE)
+    cells = [cell for cell in comparison.cells if (cell.costs, cell.compression) == (costs, "all")]
+    policies = [cell for cell in cells if cell.p is not None or cell.policy == against]
+    return {cell.policy: cell.throughput for cell in sorted(policies, key=lambda cell: -cell.throughput)}
+
+
+WHAT_IF = (
+    "same: wherever it starts a step on both machines the policy drafts as much, because it looks at acceptance alone "
+    "or because the other costs do not change its choice; tok/s over all compressions."
+)
 LEGEND = (
-    "gain: throughput over that of the best fixed gamma, every prompt held out; p: paired permutation over prompts, "
-    "Holm-corrected; judge, oracle: share of the way to the perfect judge and to the clairvoyant oracle; "
+    "gain: throughput over that of the best fixed gamma (or of --against), every prompt held out; p: paired "
+    "permutation over prompts, Holm-corrected; judge, oracle: share of the way to the perfect judge and to the "
+    "clairvoyant oracle; "
     "gamma: share of steps by gamma, from 0; µs: the policy's own time in a step."
 )
-
-
-#: Left edge of the pictures, as a gain.
-_LEFT = -0.3
-
-
-def plot(comparison: Comparison, path: pathlib.Path) -> None:
-    """Draw the gain of each policy over the best fixed gamma, with its interval: one panel a compression and cost
-    model, on one common scale."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    cells = [cell for cell in comparison.cells if cell.compression != "all"]
-    costs = list(dict.fromkeys(cell.costs for cell in cells))
-    compressions = sorted({cell.compression for cell in cells})
-    mean = {p: sum(c.gain for c in cells if c.policy == p) for p in {c.policy for c in cells}}
-    order = sorted(mean, key=lambda policy: mean[policy])
-    figure = Figure(
-        figsize=(3.4 * len(compressions) + 1.2, (0.16 * len(order) + 0.8) * len(costs)), layout="constrained"
-    )
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(costs), len(compressions), sharey=True, sharex=True, squeeze=False)
-    for row, cost in enumerate(costs):
-        for column, compression in enumerate(compressions):
-            axis = axes[row][column]
-            here = {c.policy: c for c in cells if (c.costs, c.compression) == (cost, compression)}
-            axis.set_xlim(100 * _LEFT, 100 * max(cell.gain for cell in cells) + 6)
-            _panel(axis, [here[policy] for policy in order])
-            axis.set_title(f"{compression} · {cost} (best fixed: {here[BASELINE].throughput:.3g} tok/s)", fontsize=8)
-    figure.supxlabel(
-        "gain in tokens per second over the best fixed gamma, %\n(held-out prompts; bars: 95 % interval)", fontsize=9
-    )
-    kind = path.suffix.lstrip(".") or "png"
-    write_atomically(path, lambda partial: figure.savefig(partial, dpi=150, format=kind))
-
-
-def _panel(axis: Any, cells: list[Cell]) -> None:
-    for y, cell in enumerate(cells):
-        bound = cell.policy in {"oracle", "perfect-judge", "task-oracle"}
-        color = "0.6" if bound else "black" if cell.policy == BASELINE else "tab:green" if cell.gain > 0 else "tab:red"
-        if cell.gain < _LEFT:  # beyond the edge, as plain decoding can be
-            axis.plot(100 * _LEFT, y, "<", color=color, markersize=5, clip_on=False)
-            axis.text(100 * _LEFT + 2, y, f"{100 * cell.gain:.0f} %", color=color, fontsize=7, va="center")
-            continue
-        if cell.gain_ci is not None:
-            axis.plot([100 * end for end in cell.gain_ci], [y, y], color=color, linewidth=2, solid_capstyle="butt")
-        axis.plot(100 * cell.gain, y, "D" if bound else "o", color=color, markersize=3.5)
-    axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(cells)), [cell.policy for cell in cells], fontsize=7)
-    axis.set_ylim(-0.7, len(cells) - 0.3)
-    axis.tick_params(axis="x", labelsize=8)
-    axis.grid(axis="x", color="0.9")
-    axis.set_axisbelow(True)

@@ -1,13 +1,15 @@
 """Choosing among candidates on training prompts, one choice for each compression."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import joblib
 import numpy as np
 
+from speckv.comparison import folds_of
 from speckv.compression import COMPRESSIONS
 from speckv.costs import CostModel
-from speckv.features import FloatArray, IntArray
+from speckv.features import BoolArray, FloatArray, IntArray
 from speckv.policy import Policy
 from speckv.replaying import replay
 from speckv.traces import Rollouts
@@ -22,14 +24,77 @@ def fastest_by_compression(candidates: Sequence[Policy], traces: Rollouts, costs
     Returns:
         (number of known compressions,) integers, by compression code.
     """
+    return np.asarray(seconds_by_compression(candidates, traces, costs).argmin(axis=0))
+
+
+def seconds_by_compression(candidates: Sequence[Policy], traces: Rollouts, costs: CostModel) -> FloatArray:
+    """Seconds that each candidate takes, (candidates, number of known compressions); 0 where there are no sequences."""
     seconds = np.stack(
         [replay(copy.deepcopy(policy).forget(), traces, costs).sequence_seconds for policy in candidates]
     )
-    best = np.zeros(len(COMPRESSIONS), dtype=np.int64)
-    for code, name in enumerate(COMPRESSIONS):
-        if (mask := traces.compressions == name).any():
-            best[code] = seconds[:, mask].sum(axis=1).argmin()
-    return best
+    return np.stack([seconds[:, traces.compressions == name].sum(axis=1) for name in COMPRESSIONS], axis=1)
+
+
+def fastest_on_other_prompts(
+    fitted: Callable[[Rollouts], Sequence[Policy]], traces: Rollouts, costs: CostModel, folds: int = 2, seed: int = 0
+) -> IntArray:
+    """Index of the candidate with the highest throughput on prompts that it was not fitted on, for each compression.
+
+    Args:
+        fitted: makes all candidates from the sequences to learn from.
+        traces: split by prompt; with fewer prompts than folds the first candidate is taken.
+        folds: parts of the prompts; each is played once, by candidates fitted on the others.
+
+    Returns:
+        As of `fastest_by_compression`.
+    """
+    if len(np.unique(traces.ids)) < folds:
+        return np.zeros(len(COMPRESSIONS), dtype=np.int64)
+    fold_of = folds_of(traces, folds, seed)
+    seconds = []
+    for fold in range(folds):
+        part = traces.take(fold_of == fold)
+        seconds.append(seconds_by_compression(fitted(traces.take(fold_of != fold)), part, costs))
+    return np.asarray(np.sum(seconds, axis=0).argmin(axis=0))
+
+
+def search(
+    candidates: Sequence[Policy],
+    traces: Rollouts,
+    costs: CostModel,
+    folds: int = 5,
+    seed: int = 0,
+    jobs: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> FloatArray:
+    """Throughput of each candidate on prompts that it was not fitted on, summed over all compressions.
+
+    Args:
+        candidates: unfitted.
+        traces: what to search on: training prompts alone, so that others can tell how good the best one is.
+        folds: parts of the prompts; each is played once, by a candidate fitted on the others.
+        jobs: processes to work in.
+        progress: called with how many fits are done, and how many there are.
+
+    Returns:
+        (candidates,) committed tokens a second, the policy's own time included as far as `costs` knows it.
+    """
+    fold_of = folds_of(traces, folds, seed)
+    tasks = [(number, fold) for number in range(len(candidates)) for fold in range(folds)]
+    work = joblib.Parallel(n_jobs=jobs, return_as="generator")(
+        joblib.delayed(_seconds)(candidates[number], traces, costs, fold_of == fold, seed) for number, fold in tasks
+    )
+    seconds = np.zeros(len(candidates))
+    for done, ((number, _), of_fold) in enumerate(zip(tasks, work, strict=True), start=1):
+        seconds[number] += of_fold
+        progress(done, len(tasks))
+    return np.asarray(traces.lengths.sum() / seconds)
+
+
+def _seconds(policy: Policy, traces: Rollouts, costs: CostModel, held_out: BoolArray, seed: int) -> float:
+    """Of the held-out sequences, by a copy of the policy that was fitted on the others."""
+    fitted = copy.deepcopy(policy).forget().fit(traces.take(~held_out), costs, seed)
+    return float(replay(fitted, traces.take(held_out), costs).seconds.sum())
 
 
 def settle_rate(policy: Policy, traces: Rollouts, costs: CostModel, rounds: int = 4) -> None:

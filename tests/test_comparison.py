@@ -95,6 +95,30 @@ def test_folds_hold_each_task_in_equal_shares(spied):
         assert len(tasks) == 3 and np.ptp(counts) <= 2  # 15 prompts: 5 of a task in 3 folds
 
 
+def test_a_whole_task_can_be_held_out(traces, costs):
+    log: list = []
+    result = compare([*required(), Spy(log)], traces, [costs], hold_out="task")
+    left_out = [set(traces.tasks) - set(train.tasks) for _, train in log]
+    assert sorted(task for tasks in left_out for task in tasks) == sorted(set(traces.tasks))
+    assert all(len(tasks) == 1 for tasks in left_out)
+    assert result.settings["hold_out"] == "task" and result.settings["folds"] == 3
+    with pytest.raises(SpecKVError, match="one task only"):
+        compare(required(), traces.take(traces.tasks == traces.tasks[0]), [costs], hold_out="task")
+
+
+def test_gains_can_be_measured_from_another_policy(traces, costs):
+    usual = compare(required(), traces, [costs], folds=3)
+    other = compare(required(), traces, [costs], folds=3, against="none")
+    for before, after in zip(usual.cells, other.cells, strict=True):
+        none = next(c for c in usual.cells if c.policy == "none" and c.compression == before.compression)
+        assert after.policy == before.policy and after.throughput == before.throughput
+        assert after.gain == pytest.approx(before.throughput / none.throughput - 1)
+        assert after.judge_gap_closed == before.judge_gap_closed  # these are shares of the way from the best fixed one
+        assert (after.p is None) == (after.policy in {"none", "perfect-judge", "oracle"})
+    with pytest.raises(SpecKVError, match="there is no 'nobody'"):
+        compare(required(), traces, [costs], against="nobody")
+
+
 def test_few_prompts_of_a_task_are_compared_all_the_same():
     few = make_rollouts(prompts=4, budget=12)
     result = compare(required(), few, [make_costs(controller=TIMES)], folds=4)

@@ -1,39 +1,29 @@
-"""Logistic hazard of acceptance, weighed against measured cost."""
+"""Logistic hazards of acceptance, weighed against measured cost."""
 
-from typing import Self
+import copy
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from speckv import CostModel, Features, Policy, Rollouts, State, replay
+from speckv import CostModel, Features, Policy, Rollouts, State
+from speckv.compression import COMPRESSIONS
 from speckv.features import FloatArray, IntArray
-from speckv.tuning import settle_rate, step_seconds
-from speckv_policies.fixed import Fixed
+from speckv.runtime.models import Inputs, Model
+from speckv.tuning import fastest_on_other_prompts
+from speckv_policies.estimators import chance, fit_logistic, logistic, logit, sigmoid
+from speckv_policies.parameters import check_range
+from speckv_policies.stopping import Examples, Kind, SurvivalStop, token_inputs
 
-_BEFORE = ("running_acceptance", "target_entropy", "target_margin")
-_TOKEN = ("draft_top1", "draft_top2", "draft_entropy")
 
-
-class Hazard(Policy):
-    """Drafts on while the next token is worth its time.
-
-    Three logistic regressions give the chance that a token is right if all before it are: of the first token from
-    what is known before the draft (`first`), of a token from the draft's own distribution there (`here`), and of
-    the one behind it (`ahead`). Tokens further ahead are taken at their average chance in training. The product
-    of the chances so far is the survival. Another k tokens are worth
-
-        survival * chance * (1 + persistence + ... + persistence^(k - 1)) - rate * (their draft and verify seconds)
-
-    tokens, where rate is the throughput that the policy itself reaches. The draft goes on while some k has a
-    positive worth; looking at all k lets it cross a flat piece in a staircase of verify times. A token whose own
-    chance does not pay for its place in the verify forward is not drawn.
+class Hazard(SurvivalStop):
+    """Drafts on while the next tokens are worth their time; the chances are logistic regressions.
 
     Args:
-        regularisation: inverse strength C of scikit-learn's logistic regression.
+        regularisation: inverse strength C of scikit-learn's logistic regression, above 0.
     """
 
     name = "hazard"
-    features = ("compression", "draft_index", *_BEFORE, *_TOKEN)
     source = (
         "survival times measured cost, what published controllers have converged on (vLLM's online estimator, "
         "TurboSpec's goodput); this form and its signals are ours"
@@ -41,127 +31,134 @@ class Hazard(Policy):
 
     def __init__(self, regularisation: float = 1.0) -> None:
         super().__init__()
-        if regularisation <= 0:
-            raise ValueError(f"regularisation is {regularisation}; it must be above 0")
+        check_range(1e-9, regularisation=regularisation)
         self.regularisation = regularisation
 
-    def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
-        tokens, before, right, followed, next_right = _training_tokens(traces, costs)
-        starts = tokens[:, 0] == 1
-        draft, verify = step_seconds(costs, traces)
-        self.fitted = {
-            "first": self._regress(before[starts], right[starts]),
-            "here": self._regress(tokens[:, 1:], right),
-            "ahead": self._regress(tokens[followed, 1:], next_right[followed]),
-            "persistence": np.array(next_right[followed].mean()),
-            "draft_seconds": np.array(draft),
-            "verify_seconds": verify,
-        }
-        settle_rate(self, traces, costs)
-        return self
+    def learn(self, kind: Kind, examples: Examples, seed: int) -> dict[str, npt.NDArray[Any]]:
+        return {kind: fit_logistic(examples.inputs, examples.right, regularisation=self.regularisation)}
 
-    def _regress(self, inputs: FloatArray, labels: npt.NDArray[np.bool_]) -> FloatArray:
-        """Weights (inputs + 1,) of a logistic regression, the intercept last."""
-        from sklearn.linear_model import LogisticRegression
+    def chance(self, kind: Kind, inputs: FloatArray) -> FloatArray:
+        return chance(inputs, self.fitted[kind])
 
-        center, scale = inputs.mean(axis=0), inputs.std(axis=0)
-        scale[scale == 0] = 1.0
-        if labels.all() or not labels.any():  # one class only: the rate itself, a little away from 0 and 1
-            rate = (labels.sum() + 0.5) / (len(labels) + 1)
-            return np.append(np.zeros(inputs.shape[1]), np.log(rate / (1 - rate)))
-        model = LogisticRegression(C=self.regularisation, max_iter=1000).fit((inputs - center) / scale, labels)
-        weights = model.coef_[0] / scale
-        return np.append(weights, model.intercept_[0] - weights @ center)
+    def model(self, kind: Kind, inputs: Inputs) -> Model:
+        return logistic(inputs, self.fitted[kind])
+
+
+class TokenHazard(Hazard):
+    """A hazard that also knows which token was drafted: behind some, the next one is right far more often.
+
+    How often the draft was right behind a token, and behind a pair of tokens, is counted in training, as if
+    `shrinkage` tokens at the average had been seen besides. Log odds and counts are further inputs of the logistic
+    regression for the token behind the drawn one. There each example is counted in the other prompts alone: what was
+    counted in its own prompt would give its label away.
+
+    That chance is trusted in part: its log odds are mixed with those of the average chance, and the result is
+    discounted. Every drafted token is drawn and verified: to weigh that as well costs as much time as it saves.
+
+    Args:
+        regularisation: as of `Hazard`.
+        shrinkage: tokens, above 0.
+        trust: share of the learned log odds, and factor of the chance, each 0 or more; None for the fastest of some on
+            training prompts that the chances were not learned from, for each compression.
+    """
+
+    name = "token-hazard"
+    features = (*Hazard.features, "draft_token")
+    source = "ours: `hazard`, with counts by token that are shrunk as in empirical Bayes"
+
+    #: The ways to choose from.
+    TRUST = ((1.0, 1.0), (1.0, 0.9), (0.5, 0.9), (0.0, 0.8))
+
+    def __init__(
+        self, regularisation: float = 0.1, shrinkage: float = 8.0, trust: tuple[float, float] | None = None
+    ) -> None:
+        super().__init__(regularisation)
+        check_range(1e-9, shrinkage=shrinkage)
+        if trust is not None and not (len(trust) == 2 and min(trust) >= 0):
+            raise ValueError(f"trust is {trust}; it must be two numbers, 0 or more")
+        self.shrinkage = shrinkage
+        self.trust = None if trust is None else (float(trust[0]), float(trust[1]))
+
+    def parameters(self, traces: Rollouts, costs: CostModel, seed: int) -> dict[str, npt.NDArray[Any]]:
+        ways = [self.trust] if self.trust is not None else list(self.TRUST)
+
+        def candidates(part: Rollouts) -> list[Policy]:
+            """One fit, trusted in each of the ways."""
+            first = type(self)(self.regularisation, self.shrinkage, ways[0]).fit(part, costs, seed)
+            others = [copy.copy(first) for _ in ways]
+            for other, way in zip(others, ways, strict=True):
+                other.fitted = first.fitted | {"trust": np.tile(way, (len(COMPRESSIONS), 1))}
+            return [*others]
+
+        best = np.zeros(len(COMPRESSIONS), dtype=np.int64)
+        if len(ways) > 1:
+            best = fastest_on_other_prompts(candidates, traces, costs, seed=seed)
+        return {"trust": np.array(ways, dtype=float)[best]}
+
+    def learn(self, kind: Kind, examples: Examples, seed: int) -> dict[str, npt.NDArray[Any]]:
+        model = super().learn(kind, examples, seed)
+        if kind != "ahead":
+            return model
+        inputs = [examples.inputs]
+        for table, keys in (("token", examples.tokens), ("pair", _pairs(examples.previous, examples.tokens))):
+            known, place = np.unique(keys, return_inverse=True)
+            tried, right = np.bincount(place, np.ones(len(keys))), np.bincount(place, examples.right)
+            _, own = np.unique(place * len(examples.prompts) + examples.prompts, return_inverse=True)
+            own_tried, own_right = np.bincount(own, np.ones(len(own)))[own], np.bincount(own, examples.right)[own]
+            average = float(examples.right.mean())
+            inputs.append(self._odds(tried[place] - own_tried, right[place] - own_right, average))
+            # The last row is for what was never seen.
+            odds = self._odds(np.append(tried, 0), np.append(right, 0.0), average)
+            model |= {f"ahead_{table}": np.append(known, np.iinfo(np.int64).max), f"ahead_{table}_odds": odds}
+        weights = fit_logistic(np.hstack(inputs), examples.right, regularisation=self.regularisation)
+        return model | {"ahead_drawn": weights, "ahead_average": logit(examples.right.mean())}
+
+    def foretell(self, kind: Kind, examples: Examples) -> FloatArray:
+        if kind != "ahead":
+            return super().foretell(kind, examples)
+        return sigmoid(self._behind(examples.inputs, examples.tokens, examples.previous))
 
     def new_state(self, rows: int) -> State:
-        return {"survival": np.ones(rows), "go_on": np.ones(rows, dtype=bool)}
+        return super().new_state(rows) | {"token": np.full(rows, -1)}
+
+    draw_token = Policy.draw_token  # which makes it a decision that hosts need not ask for
+    program = Policy.program  # portable models know no token ids
 
     def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
-        state["survival"] = np.ones(features.rows)
-        chance = _chance(_before_inputs(features), self.fitted["first"])
-        worth = self._worth_of_more(features, np.zeros(features.rows, dtype=np.int64), chance)
-        return np.where(worth.max(axis=1) > 0, self.fitted["verify_seconds"].shape[1] - 2, 0)
-
-    def draw_token(self, features: Features, state: State) -> npt.ArrayLike:
-        inputs = _token_inputs(features)
-        index = features["draft_index"].astype(np.int64)
-        survival = state["survival"] * _chance(inputs, self.fitted["here"])
-        worth = self._worth_of_more(features, index, survival * _chance(inputs, self.fitted["ahead"])).max(axis=1)
-        verify = self.fitted["verify_seconds"][features["compression"].astype(np.int64)]
-        row = np.arange(len(index))
-        place = self._rate(features) * (verify[row, index + 1] - verify[row, index])
-        state["survival"] = survival
-        state["go_on"] = worth > 0
-        return np.asarray(np.maximum(worth, 0) + survival > place)
+        state["token"] = np.full(features.rows, -1)
+        return super().choose_gamma(features, state)
 
     def keep_drafting(self, features: Features, state: State) -> npt.ArrayLike:
-        return state["go_on"]
+        fitted = self.fitted
+        code, index, token = (features[name].astype(np.int64) for name in ("compression", "draft_index", "draft_token"))
+        inputs = token_inputs(features)
+        state["survival"] = survival = state["survival"] * self.chance("here", inputs)
+        share, factor = fitted["trust"][code].T
+        behind = share * self._behind(inputs, token, state["token"]) + (1 - share) * fitted["ahead_average"]
+        state["token"] = token
+        return np.asarray(survival * factor * sigmoid(behind) > fitted["rate"][code] * fitted["price"][code, index])
 
-    def _rate(self, features: Features) -> FloatArray:
-        return np.asarray(self.fitted["rate"][features["compression"].astype(np.int64)])
-
-    def _worth_of_more(self, features: Features, index: IntArray, chance: FloatArray) -> FloatArray:
-        """Worth in tokens of drafting 1, 2, … more behind token number `index`, (n, k); -inf beyond the table.
+    def _behind(self, inputs: FloatArray, tokens: IntArray, previous: IntArray) -> FloatArray:
+        """Log odds of the token behind a drawn one, (n,).
 
         Args:
-            index: (n,) tokens in the draft so far.
-            chance: (n,) that all of them and the next one are right.
+            inputs: (n, k) of the drawn token.
+            tokens, previous: (n,) its id, and that of the token in front of it in the draft, or -1.
         """
-        verify = self.fitted["verify_seconds"][features["compression"].astype(np.int64)]
-        more = np.arange(1, verify.shape[1] - 1 - index.min())
-        persistence = self.fitted["persistence"]
-        expected = chance[:, None] * np.cumsum(persistence ** (more - 1))
-        row = np.arange(len(index))
-        place = np.minimum(index[:, None] + 1 + more, verify.shape[1] - 1)
-        seconds = more * self.fitted["draft_seconds"] + verify[row[:, None], place] - verify[row, index + 1][:, None]
-        worth = expected - self._rate(features)[:, None] * seconds
-        worth[index[:, None] + more > verify.shape[1] - 2] = -np.inf
-        return np.column_stack([worth, np.full(len(index), -np.inf)])
+        columns = [inputs]
+        for table, keys in (("token", tokens), ("pair", _pairs(previous, tokens))):
+            known = self.fitted[f"ahead_{table}"]
+            place = known.searchsorted(keys)
+            columns.append(self.fitted[f"ahead_{table}_odds"][np.where(known[place] == keys, place, -1)])
+        weights = self.fitted["ahead_drawn"]
+        return np.asarray(np.hstack(columns) @ weights[:-1] + weights[-1])
+
+    def _odds(self, tried: npt.NDArray[Any], right: npt.NDArray[Any], average: float) -> FloatArray:
+        """Two inputs, (n, 2): log odds of `right` among `tried`, drawn to the average, and how many were tried."""
+        share = (right + self.shrinkage * average) / (tried + self.shrinkage)
+        return np.column_stack([logit(share), np.log1p(tried)])
 
 
-def _logit(probability: FloatArray) -> FloatArray:
-    clipped = np.clip(probability, 1e-4, 1 - 1e-4)
-    return np.asarray(np.log(clipped / (1 - clipped)))
-
-
-def _before_inputs(features: Features | dict[str, FloatArray]) -> FloatArray:
-    acceptance, entropy, margin = (features[name] for name in _BEFORE)
-    return np.column_stack([_logit(acceptance), entropy, np.log1p(margin)])
-
-
-def _token_inputs(features: Features | dict[str, FloatArray]) -> FloatArray:
-    top1, top2, entropy = (features[name] for name in _TOKEN)
-    return np.column_stack([_logit(top1), _logit(top2), entropy, np.sqrt(entropy), _before_inputs(features)])
-
-
-def _chance(inputs: FloatArray, weights: FloatArray) -> FloatArray:
-    return np.asarray(1 / (1 + np.exp(-(inputs @ weights[:-1] + weights[-1]))))
-
-
-def _training_tokens(
-    traces: Rollouts, costs: CostModel
-) -> tuple[FloatArray, FloatArray, npt.NDArray[np.bool_], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Every drafted token up to the first wrong one, in steps of short and of long drafts.
-
-    Returns:
-        tokens: (n, 8) index in the draft, then the inputs of `here` and `ahead`.
-        before: (n, 3) inputs of `first`.
-        right: (n,) whether the token is the target's.
-        followed: (n,) whether it is right and the draft could go on.
-        next_right: (n,) whether the one behind it is the target's; False where it was not followed.
-    """
-    parts = []
-    for gamma in (min(2, traces.gamma_max), traces.gamma_max):
-        run = replay(Fixed(gamma), traces, costs, features=_BEFORE)
-        for index in range(traces.gamma_max):
-            reach = traces.run[run.sequence, run.position], traces.limit[run.sequence, run.position]
-            step = np.flatnonzero((reach[0] >= index) & (reach[1] > index))
-            sequence, position = run.sequence[step], run.position[step]
-            values = {name: run.features[name][step] for name in _BEFORE}
-            for name in _TOKEN:
-                values[name] = traces.drafted_signal(name, sequence, position, index).astype(float)
-            right = reach[0][step] > index
-            followed = right & (reach[1][step] > index + 1)
-            tokens = np.column_stack([np.full(len(step), index + 1.0), _token_inputs(values)])
-            parts.append((tokens, _before_inputs(values), right, followed, followed & (reach[0][step] > index + 1)))
-    return tuple(np.concatenate(column) for column in zip(*parts, strict=True))  # type: ignore[return-value]
+def _pairs(previous: IntArray, tokens: IntArray) -> IntArray:
+    """One number for each pair of ids."""
+    return np.asarray((previous + 1) * 2**32 + tokens)

@@ -112,6 +112,7 @@ class _Draft:
     """What the drafts of n sequences came to.
 
     Attributes:
+        chosen, propensities: as in `Step`.
         gammas: tokens to verify of each sequence.
         forwards, lags: as in `Step`.
         tokens: (n, most) on the target's device; a sequence's own are the first of its row.
@@ -120,6 +121,8 @@ class _Draft:
         signals: of each token in turn by name, (n,) each, as far as the policy has read them.
     """
 
+    chosen: list[int]
+    propensities: list[float]
     gammas: list[int]
     forwards: list[int]
     lags: list[int]
@@ -268,6 +271,8 @@ class Decoding:
             sequence.steps.append(
                 Step(
                     position=positions[row],
+                    chosen=draft.chosen[row],
+                    propensity=draft.propensities[row],
                     gamma=gammas[row],
                     accepted=accepted[row],
                     committed=committed[row],
@@ -294,7 +299,10 @@ class Decoding:
         logits: list[torch.Tensor] = []
         signals: list[Signals] = []
         with clock.measure("controller"):
-            limits = self._limits()
+            chosen = self._choose()
+            propensities = np.broadcast_to(np.asarray(self.policy.propensity(self.state), dtype=float), size).tolist()
+            room = [self.max_new_tokens - sequence.position - 1 for sequence in self.going]
+            limits = [min(pair) for pair in zip(chosen, room, strict=True)]
         with clock.measure("draft"):
             limits, lags = self.drafting.begin([sequence.context for sequence in self.going], limits)
         rows = [row for row, limit in enumerate(limits) if limit]
@@ -319,9 +327,11 @@ class Decoding:
             with clock.measure("controller"):
                 found: Signals = {}
                 if (self.asks_draw or self.asks_keep) and self.tracker.token_signals:
-                    found = _read(drawn_signals(logits[-1], tokens[-1]) | {"tokens": tokens[-1]})
+                    found = _read(
+                        (drawn_signals(logits[-1], tokens[-1]) if logits else {}) | {"draft_token": tokens[-1]}
+                    )
                     signals.append(found)
-                drawn_ids = found["tokens"] if found else tokens[-1].tolist()
+                drawn_ids = found["draft_token"] if found else tokens[-1].tolist()
                 ends = [int(token) in self.eos_ids for token in drawn_ids]
                 rows = self._asked("draw_token", len(tokens), rows, found)
                 for row in rows:
@@ -330,6 +340,8 @@ class Decoding:
                 rows = self._asked("keep_drafting", len(tokens), rows, found)
         most = max(gammas)
         return _Draft(
+            chosen,
+            propensities,
             gammas,
             forwards,
             lags,
@@ -342,15 +354,14 @@ class Decoding:
     def _no_tokens(self) -> torch.Tensor:
         return torch.zeros(len(self.going), 0, dtype=torch.long, device=self.device)
 
-    def _limits(self) -> list[int]:
-        """How many tokens may be drafted in each sequence, by the policy, the host and the budget."""
-        room = [min(self.decoder.gamma_max, self.max_new_tokens - s.position - 1) for s in self.going]
+    def _choose(self) -> list[int]:
+        """How many tokens may be drafted in each sequence, by the policy and the host."""
         features = self.tracker.before(len(self.going))
         if not self.chooses:
-            return room
+            return [self.decoder.gamma_max] * len(self.going)
         chosen = self.policy.choose_gamma(features, self.state)
         chosen = as_integers(chosen, len(self.going), f"{self.policy.name}.choose_gamma")
-        return [min(pair) for pair in zip(room, chosen.tolist(), strict=True)]
+        return [min(self.decoder.gamma_max, gamma) for gamma in chosen.tolist()]
 
     def _draw(
         self, logits: torch.Tensor, before: list[torch.Tensor], rows: list[int]
@@ -419,7 +430,7 @@ class Decoding:
         if not self.looks_inside:
             reads["drafted"] = draft.tokens
         found = _read(reads)
-        if wants_drafted and draft.signals:
+        if wants_drafted and draft.logits and draft.signals:
             found |= {name: np.stack([part[name] for part in draft.signals[:most]], axis=1) for name in DRAWN_SIGNALS}
         return found
 

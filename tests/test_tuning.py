@@ -1,0 +1,124 @@
+"""Searches on training prompts: what they fit on, what they play, and the command."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from speckv.cli import main
+from speckv.comparison import folds_of
+from speckv.compression import COMPRESSIONS
+from speckv.plugins import make_policy
+from speckv.policy import Policy
+from speckv.replaying import replay
+from speckv.traces import TraceDataset
+from speckv.tuning import fastest_on_other_prompts, search
+
+from .synthetic import make_costs, make_rollouts, make_sequences, write_dataset
+
+
+@pytest.fixture(scope="module")
+def traces():
+    return make_rollouts(prompts=12, budget=24)
+
+
+@pytest.fixture(scope="module")
+def costs():
+    return make_costs()
+
+
+class Cheat(Policy):
+    """Plays well on the prompts that it was fitted on, and badly on others: it knows them by their lengths."""
+
+    name = "cheat"
+    features = ("context_length", "is_first")
+
+    def __init__(self, known: int = 4, unknown: int = 0) -> None:
+        super().__init__()
+        self.known, self.unknown = known, unknown
+
+    def fit(self, traces, costs, seed=0):
+        self.fitted = {"lengths": np.unique(traces.prompt_lengths)}
+        return self
+
+    def new_state(self, rows):
+        return {"known": np.zeros(rows, dtype=bool)}
+
+    def choose_gamma(self, features, state):
+        known = np.isin(features["context_length"], self.fitted["lengths"])
+        state["known"] = np.where(features["is_first"] > 0, known, state["known"])
+        return np.where(state["known"], self.known, self.unknown)
+
+
+@pytest.fixture(scope="module")
+def told_apart(traces):
+    """The recording with a prompt length of its own for each prompt."""
+
+    _, prompt = np.unique(traces.ids, return_inverse=True)
+    return dataclasses.replace(traces, prompt_lengths=20 + prompt)
+
+
+def test_a_search_plays_prompts_that_were_not_learned_from(told_apart, costs):
+    speeds = search([Cheat(4, 0), Cheat(0, 4)], told_apart, costs, folds=3)
+    expected = [replay(make_policy(f"fixed:gamma={gamma}"), told_apart, costs, (0, 0)).throughput for gamma in (0, 4)]
+    assert speeds == pytest.approx(expected) and speeds[1] > 1.05 * speeds[0]
+
+
+def test_a_choice_is_made_on_prompts_that_were_not_learned_from(told_apart, costs):
+    calls = []
+
+    def fitted(part):
+        calls.append(set(part.ids))
+        return [Cheat(4, 0).fit(part, costs), Cheat(0, 4).fit(part, costs)]
+
+    best = fastest_on_other_prompts(fitted, told_apart, costs)
+    codes = [list(COMPRESSIONS).index(name) for name in set(told_apart.compressions)]
+    assert best[codes].tolist() == [1] * len(codes)
+    fold_of = folds_of(told_apart, 2, 0)
+    assert calls == [set(told_apart.ids[fold_of != fold]) for fold in (0, 1)]
+
+
+def test_one_prompt_is_no_reason_to_choose(told_apart, costs):
+    alone = told_apart.take(told_apart.ids == told_apart.ids[0])
+    assert not fastest_on_other_prompts(lambda part: 1 / 0, alone, costs).any()
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> TraceDataset:
+    folder = tmp_path_factory.mktemp("tune") / "traces"
+    return write_dataset(folder, make_sequences(prompts=12, compressions=["bf16"], budget=16), budget=16)
+
+
+def tune(dataset, tmp_path, *more: str):
+    make_costs().save(tmp_path / "costs.json")
+    command = ["tune", *more, "--traces", str(dataset.path), "--costs", str(tmp_path / "costs.json"), "--folds", "3"]
+    return CliRunner().invoke(main, command)
+
+
+def test_the_command_prints_and_writes_the_fastest(dataset, tmp_path):
+    out = tmp_path / "preset.json"
+    done = tune(dataset, tmp_path, "confidence:cap=6", "--grid", "threshold=0.1;0.9", "--out", str(out))
+    assert done.exit_code == 0, done.output
+    preset = json.loads(out.read_text())
+    assert set(preset["tried"]) == {"confidence:threshold=0.1,cap=6", "confidence:threshold=0.9,cap=6"}
+    assert preset["policy"] == max(preset["tried"], key=preset["tried"].get)
+    assert f"{preset['policy']}: " in done.output and "on held-out prompts" in done.output
+    assert make_policy(preset["policy"]).label == preset["policy"]
+    traces = dataset.load()
+    assert set(preset["prompts"]) == set(traces.ids[folds_of(traces, 3, 0) > 0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["hazard", "--grid", "regularisation"], "not of the form PARAMETER=VALUE"),
+        (["hazard", "--grid", "strength=1;2"], "has no parameter 'strength'"),
+        (["fixed", "--grid", "gamma=1;2"], "learns nothing from a recording"),
+    ],
+)
+def test_what_can_not_be_tuned_is_refused_in_one_line(dataset, tmp_path, arguments, message):
+    done = tune(dataset, tmp_path, *arguments, "--out", str(tmp_path / "preset.json"))
+    assert done.exit_code == 2 and message in done.output and done.output.count("\n") == 1
+    assert not (tmp_path / "preset.json").exists()
