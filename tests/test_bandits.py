@@ -12,15 +12,16 @@ from speckv.plugins import make_policy
 from speckv.policy import Outcome
 from speckv.replaying import replay
 from speckv.saving import load_policy, save_policy
-from speckv_policies.bandits import Exp3, LinUcb, Thompson, Ucb1
+from speckv_policies.bandits import Exp3, LinUcb, Nightjar, Thompson, Ucb1
 from speckv_policies.fixed import Fixed
 
 from .synthetic import dense, make_costs, make_rollouts, spelled
 
-BANDITS = (Ucb1, Exp3, Thompson, LinUcb)
+BANDITS = (Ucb1, Exp3, Thompson, LinUcb, Nightjar)
 GAMMAS = (0, 2, 5)
 BF16, NF4 = list(COMPRESSIONS).index("bf16"), list(COMPRESSIONS).index("nf4")
 SHOWN = {
+    "batch_size": 1,
     "running_acceptance": 0.5,
     "last_gamma": 0,
     "last_accepted": 0,
@@ -123,6 +124,44 @@ def test_the_highest_bound_is_played(kind, score, exploration, feedback):
     assert len(set(played[3:])) > 1 or exploration == 0
 
 
+@pytest.mark.parametrize("switching", [0.0, 0.5, 5.0])
+def test_nightjar_charges_for_a_change_of_gamma(switching):
+    """The bound of `ucb1`, less the charge on every gamma but the one played last, each batch size with its own log."""
+    rng = np.random.default_rng(3)
+    policy = Nightjar(GAMMAS, switching=switching)
+    state, logs, last, changes = policy.new_state(1), {}, None, 0
+    for _ in range(80):
+        batch = int(rng.choice([1, 3, 4, 7]))
+        log = logs.setdefault({1: "1", 3: "3 to 4", 4: "3 to 4", 7: "5 to 8"}[batch], Log(full=False))
+        gamma = choose(policy, state, batch_size=batch)
+        if len(log.steps) < len(GAMMAS):
+            assert gamma == GAMMAS[len(log.steps)], "each is played once, from the shortest"
+        else:
+            scores = [ucb1(log, None, g, 1.0) - switching * (g != last) for g in GAMMAS]
+            assert gamma == GAMMAS[int(np.argmax(scores))]
+            changes += gamma != last
+        accepted, seconds = int(min(rng.geometric(0.35) - 1, gamma)), 1 + 0.05 * batch * gamma + rng.uniform(0, 0.3)
+        tell(policy, state, gamma, accepted, seconds)
+        log.steps.append({"gamma": gamma, "accepted": accepted, "seconds": seconds, "inputs": None})
+        last = gamma
+    assert changes == 0 if switching == 5.0 else changes > 5
+
+
+def test_nightjar_stops_speculating_in_large_batches():
+    """A token drafted costs as many seconds as there are sequences: alone it pays, beside 31 others it does not."""
+    policy = Nightjar((0, 4))
+    played = {1: [], 32: []}
+    for step in range(200):
+        batch = (1, 32)[step % 2]
+        state = policy.new_state(batch)
+        names = {"compression": BF16, "batch_size": batch}
+        features = Features({name: np.full(batch, float(value)) for name, value in names.items()}, batch, "before")
+        gammas = np.asarray(policy.choose_gamma(features, state))
+        policy.observe(Outcome(gammas, np.minimum(gammas, 2), 1 + 0.1 * batch * gammas), state)
+        played[batch] += gammas.tolist()
+    assert np.mean(np.equal(played[1], 4)) > 0.9 and np.mean(np.equal(played[32], 0)) > 0.9
+
+
 def test_the_bonus_divides_by_the_gammas_own_pulls():
     """gamma 1 was played nine times, gamma 2 once, in equal seconds; what is worth as much is then played by bonus."""
     policy = Ucb1((1, 2))
@@ -164,13 +203,13 @@ def test_what_a_step_tells(kind):
             choose(policy, state)
             state["arm"][:] = GAMMAS.index(gamma)
             tell(policy, state, drafted, accepted, 0.25)
-            memory = policy.memory
-            assert memory["count"][BF16].tolist() == count and memory["tokens"][BF16].tolist() == tokens
-            assert memory["squared_tokens"][BF16].tolist() == [value**2 for value in tokens]
-            assert memory["plays"][BF16].tolist() == [float(g == gamma == drafted) for g in GAMMAS]
+            memory, row = policy.memory, int(state["code"][0])
+            assert memory["count"][row].tolist() == count and memory["tokens"][row].tolist() == tokens
+            assert memory["squared_tokens"][row].tolist() == [value**2 for value in tokens]
+            assert memory["plays"][row].tolist() == [float(g == gamma == drafted) for g in GAMMAS]
             assert memory["seconds"].sum() == 0.25 * (gamma == drafted)
             for sums in (memory[name] for name in ("plays", "seconds", "count", "tokens")):
-                assert not np.delete(sums, BF16, axis=0).any(), "other compressions learn nothing"
+                assert not np.delete(sums, row, axis=0).any(), "other contexts learn nothing"
 
 
 @pytest.mark.parametrize("kind", BANDITS)

@@ -4,21 +4,18 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
 
 import speckv_envs  # noqa: F401 (registers the environments)
 from speckv import Policy, SpecKVError, replay
 from speckv.compression import COMPRESSIONS
 from speckv.features import FEATURES
-from speckv_envs import checks
-from speckv_envs.observations import BEFORE, TOKEN, Layout
-from speckv_envs.recorded import ReplayGame, StopGame
+from speckv.observations import BEFORE, TOKEN, Layout
+from speckv.testing.environments import play
 from speckv_envs.replay import ReplayEnv
 from speckv_envs.stop import ReplayStopEnv
 from speckv_policies.fixed import Fixed
@@ -30,6 +27,7 @@ RECORDED = {
     "replay-average": ("speckv/Replay-v0", {"reward": "average", "rate": 20.0}),
     "replay-average-own-rate": ("speckv/Replay-v0", {"reward": "average"}),
     "replay-tokens": ("speckv/Replay-v0", {"reward": "tokens", "gammas": [0, 2, 4, 8]}),
+    "replay-accepted": ("speckv/Replay-v0", {"reward": "accepted"}),
     "replay-probe": ("speckv/Replay-v0", {"probe": True}),
     "stop": ("speckv/ReplayStop-v0", {}),
     "stop-average": ("speckv/ReplayStop-v0", {"reward": "average", "rate": {"bf16": 20.0, "nf4": 15.0}}),
@@ -82,124 +80,11 @@ def test_every_environment_is_tried_here(make):
     assert tried == {name for name in gymnasium.registry if name.startswith("speckv/")}
 
 
-@pytest.mark.parametrize("name", ENVS)
-def test_passes_gymnasiums_checker_without_a_warning(make, name):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_env(make(name).unwrapped)
-
-
-@pytest.mark.parametrize("name", ENVS)
-def test_passes_stable_baselines_checker_without_a_warning(make, name):
-    from stable_baselines3.common.env_checker import check_env
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_env(make(name).unwrapped)
-
-
-@pytest.mark.parametrize("name", ENVS)
-def test_passes_our_checks(make, name):
-    checks.check_same_episode(lambda: make(name))
-    checks.check_reward(make(name))
-    if name != "identity":  # which commits no tokens
-        checks.check_committed(make(name))
-
-
-@pytest.mark.parametrize("name", RECORDED)
-@pytest.mark.parametrize("seed", range(3))
-def test_sees_no_future(make, traces, name, seed):
-    checks.check_no_future(lambda traces: make(name, traces), traces, seed)
-
-
-@pytest.mark.parametrize("mode", [NEXT_STEP, SAME_STEP])
-@pytest.mark.parametrize("name", RECORDED)
-def test_the_vector_form_plays_as_the_single_one(make, make_vec, name, mode):
-    checks.check_vector_form(make(name), make_vec(name, 24, autoreset_mode=mode))
-
-
 def test_importing_them_imports_nothing_heavy():
     program = "import sys, speckv_envs; print({'torch', 'stable_baselines3', 'scipy.stats'} & {*sys.modules})"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60)
     assert done.stdout == "set()\n", done.stderr
-
-
-# What the checks are worth
-
-
-def cheating(base, change):
-    """An environment whose game does something else: `change` turns what a method returned into what it should not."""
-
-    class Cheat(base):
-        def play(self, at, actions, rng):
-            return change(self, "play", super().play(at, actions, rng))
-
-        def observe(self):
-            return change(self, "observe", super().observe())
-
-    return Cheat
-
-
-def leaks(game, method, answer):
-    if method == "observe":
-        run = game.traces.run[game.session.rows, np.minimum(game.session.positions, game.traces.tokens.shape[1])]
-        answer[:, game.names.index("last_gamma")] = np.minimum(run, 8)
-    return answer
-
-
-def overcounts(game, method, answer):
-    if method == "play":
-        answer.info["committed"] += answer.info["committed"] > 0
-    return answer
-
-
-def overpays(game, method, answer):
-    if method == "play":
-        answer.rewards[:] += 0.01
-    return answer
-
-
-def forgets_its_seed(game, method, answer):
-    if method == "observe":
-        answer[:, game.names.index("running_acceptance")] = np.random.default_rng().random()
-    return answer
-
-
-@pytest.mark.parametrize("base", [ReplayGame, StopGame])
-@pytest.mark.parametrize(
-    ("change", "check", "message"),
-    [
-        (leaks, "check_no_future", "last_gamma is"),
-        (overcounts, "check_committed", "commits"),
-        (overpays, "check_reward", "by its information"),
-        (forgets_its_seed, "check_same_episode", "observation 0 differs"),
-    ],
-)
-def test_the_checks_find_a_cheat(traces, costs, base, change, check, message):
-    def make(traces=traces):
-        env = ReplayEnv(traces, costs) if base is ReplayGame else ReplayStopEnv(traces, costs)
-        arguments = (None, "throughput", None, False) if base is ReplayGame else ("throughput", None)
-        env.game = cheating(base, change)(1, traces, costs, *arguments)
-        return env
-
-    arguments = {"check_no_future": (make, traces), "check_same_episode": (make,)}.get(check, (make(),))
-    with pytest.raises(AssertionError, match=message):
-        getattr(checks, check)(*arguments)
-
-
-def test_the_changed_future_is_another_one(traces):
-    rng = np.random.default_rng(0)
-    changed = checks.change_future(traces, 0, 10, 3, rng)
-    assert changed.run[0, 10] == 0 and (changed.run[0, :10] <= 10 - np.arange(10)).all()
-    for name, values in traces.signals.items():
-        assert (changed.signals[name][0, :10] == values[0, :10]).all()
-        assert (changed.signals[name][0, 11:] != values[0, 11:]).mean() > 0.9
-        assert (changed.signals[name][1:] == values[1:]).all()
-    for index in range(3):
-        one, two = (t.drafted_signal("draft_top1", np.array([0]), np.array([10]), index) for t in (traces, changed))
-        assert one == two
-    assert (changed.limit[0] >= traces.limit[0]).all() and changed.limit.max() <= traces.gamma_max
 
 
 # The environments and the replay
@@ -294,7 +179,7 @@ def test_an_episode_is_a_replay(make, traces, costs, name, rule, policy):
             steps, np.stack([run.gamma, run.accepted, run.forwards, run.seconds], axis=1)[mine]
         )
         features = {name: values[mine] for name, values in run.features.items()}
-        expected = Layout(BEFORE, 8, 40).vectors(features, mine.sum())
+        expected = Layout(BEFORE).vectors(features, mine.sum())
         # The mean of a draft's signals is summed in float32, and its last bit depends on what else is summed beside it.
         np.testing.assert_allclose(seen[:, : expected.shape[1]], expected, rtol=3e-7)
 
@@ -408,12 +293,12 @@ def rows_of(page, heading):
     ids=["replay", "stop"],
 )
 def test_the_page_lists_what_is_observed(page, names):
-    layout = Layout(names, 8, 40)
+    layout = Layout(names)
     bounds = {"max_new_tokens": 40, "gamma_max": 8, "largest": np.finfo(np.float32).max, "24 ln 2": 24 * np.log(2)}
     units = [FEATURES[name.partition("=")[0]].unit.replace("code", "0 or 1") for name in layout.names]
     table = rows_of(page, "Observation Space")
     assert [row[:2] for row in table] == list(zip(layout.names, units, strict=True))
-    for row, high in zip(table, layout.space.high, strict=True):
+    for row, high in zip(table, layout.largest(8, 40), strict=True):
         assert np.float32(bounds.get(row[2].strip("`"), row[2])) == high
 
 
@@ -455,18 +340,18 @@ def test_spaces_fit_other_recordings(traces):
 def test_average_rewards_add_up(make, traces):
     env = make("replay-average")
     for row in range(6):
-        episode = checks.play(env, row, row)
+        episode = play(env, row, row)
         seconds = sum(info["seconds"] for info in episode.infos)
         assert sum(episode.rewards) == pytest.approx(traces.lengths[row] - 20 * seconds)
 
 
 def test_the_rate_is_that_of_no_speculation(traces, costs):
     gammas = {"traces": traces, "costs": costs, "gammas": [0], "reward": "average"}
-    total = [sum(checks.play(ReplayEnv(**gammas), row, row).rewards) for row in range(len(traces))]
+    total = [sum(play(ReplayEnv(**gammas), row, row).rewards) for row in range(len(traces))]
     assert abs(sum(total)) < 0.02 * traces.lengths.sum()
     rates = {}
     for row in range(2):
-        rates[str(traces.compressions[row])] = checks.play(ReplayEnv(**gammas), 0, row).infos[0]["rate"]
+        rates[str(traces.compressions[row])] = play(ReplayEnv(**gammas), 0, row).infos[0]["rate"]
     assert rates["bf16"] > rates["nf4"], "nf4 is the slower target here"
 
 
@@ -621,7 +506,7 @@ def test_the_live_one_sees_what_a_recording_shows(make, small_traces, small_pair
 
 
 def test_the_live_one_measures(make):
-    episode = checks.play(make("pair", reward="average", rate=5.0), 1)
+    episode = play(make("pair", reward="average", rate=5.0), 1)
     assert all(0 < info["seconds"] < 30 and info["rate"] == 5 for info in episode.infos)
     with pytest.raises(SpecKVError, match="no prompt"):
         make("pair", prompts=[])

@@ -11,8 +11,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from speckv.features import BoolArray, FloatArray, IntArray
+from speckv.observations import Layout, Observations
 
-Observations = npt.NDArray[np.float32]
 #: Values by name, one an episode.
 Info = dict[str, npt.NDArray[Any]]
 
@@ -25,6 +25,12 @@ class Played:
     terminated: BoolArray
     truncated: BoolArray
     info: Info
+
+
+def space_of(layout: Layout, gamma_max: int, max_new_tokens: int) -> gymnasium.Space[Observations]:
+    """Where the vectors of a layout lie."""
+    high = layout.largest(gamma_max, max_new_tokens)
+    return gymnasium.spaces.Box(np.zeros_like(high), high)
 
 
 class Game(Protocol):

@@ -8,7 +8,8 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from speckv.features import IntArray
-from speckv_envs.games import GameEnv, GameVectorEnv, Info, Observations, Played
+from speckv.observations import Observations
+from speckv_envs.games import GameEnv, GameVectorEnv, Info, Played
 
 
 class IdentityGame:

@@ -14,9 +14,9 @@ from speckv.live.decoder import Prompt, SpeculativeDecoder
 from speckv.live.drafting import Drafter
 from speckv.live.models import LanguageModel
 from speckv.live.sampling import Sampler
+from speckv.observations import BEFORE, Layout, Observations
 from speckv.policy import Policy, State
-from speckv_envs.games import Observations
-from speckv_envs.observations import BEFORE, Layout
+from speckv_envs.games import space_of
 from speckv_envs.recorded import as_gammas
 from speckv_envs.rewards import REWARDS, check_reward, rate_of
 
@@ -99,8 +99,9 @@ class ModelPairEnv(gymnasium.Env[Observations, np.int64]):
         self.max_new_tokens, self.reward = max_new_tokens, check_reward(reward)
         context = sum(map(len, self.prompts)) // len(prompts)
         self.rate = rate_of(target.compression, rate, costs, context)
-        self.layout = Layout(BEFORE, gamma_max, max_new_tokens)
-        self.names, self.observation_space = self.layout.names, self.layout.space
+        self.layout = Layout(BEFORE)
+        self.names = self.layout.names
+        self.observation_space = space_of(self.layout, gamma_max, max_new_tokens)
         self.action_space = gymnasium.spaces.Discrete(len(self.gammas))
 
     def reset(
@@ -128,8 +129,8 @@ class ModelPairEnv(gymnasium.Env[Observations, np.int64]):
         }
         if self.reward == "average":
             info["rate"] = self.rate
-        committed, seconds, rate = np.array([step.committed]), np.array([step.seconds]), np.array([self.rate])
-        reward = float(REWARDS[self.reward](committed, seconds, rate)[0])
+        numbers = (np.array([number]) for number in (step.committed, step.accepted, step.seconds, self.rate))
+        reward = float(REWARDS[self.reward](*numbers)[0])
         return self._observe(), reward, not self._decoding.going, False, info
 
     def _observe(self) -> Observations:

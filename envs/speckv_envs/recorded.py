@@ -11,11 +11,11 @@ import numpy.typing as npt
 from speckv.costs import CostModel
 from speckv.errors import SpecKVError
 from speckv.features import FeatureTracker, IntArray, signal_of
+from speckv.observations import BEFORE, TOKEN, Layout, Observations, nothing_drafted
 from speckv.replaying import Session
 from speckv.shipped import shipped_costs, shipped_traces
 from speckv.traces import Rollouts, TraceDataset
-from speckv_envs.games import Info, Observations, Played
-from speckv_envs.observations import BEFORE, TOKEN, Layout
+from speckv_envs.games import Info, Played, space_of
 from speckv_envs.rewards import REWARDS, check_reward, rate_of
 
 _shipped_traces = functools.cache(lambda: shipped_traces().load())
@@ -82,8 +82,9 @@ class RecordedGame:
         self._last = np.zeros((episodes, len(_LAST)), dtype=np.float32)
         tracked = [name for name in features if self._table is None or name not in _LAST]
         self.session = Session(self.traces, self.costs, tracked)
-        self.layout = Layout(features, self.traces.gamma_max, self.traces.manifest.max_new_tokens)
-        self.names, self.observation_space = self.layout.names, self.layout.space
+        self.layout = Layout(features)
+        self.names = self.layout.names
+        self.observation_space = space_of(self.layout, self.traces.gamma_max, self.traces.manifest.max_new_tokens)
         context = int(self.traces.prompt_lengths.mean())
         names, codes = np.unique(self.traces.compressions, return_inverse=True)
         self.rates = np.array([rate_of(str(name), rate, self.costs, context) for name in names])[codes]
@@ -115,7 +116,7 @@ class RecordedGame:
         if self._table is not None:
             features |= dict(zip(_LAST, self._last.T, strict=True))
         if self.session.tracker.token_signals:
-            features |= dict.fromkeys(TOKEN, np.zeros(self.episodes)) | {"draft_index": self.drafted.astype(float)}
+            features |= nothing_drafted(self.episodes) | {"draft_index": self.drafted.astype(float)}
             if len(at := np.flatnonzero(self.drafted)):
                 for name, values in self.session.token_signals(at, self.drafted[at]).items():
                     features[name] = np.zeros(self.episodes)
@@ -146,7 +147,7 @@ class RecordedGame:
         rates = self.rates[rows]
         if self.reward == "average":
             info["rate"] = rates
-        rewards = REWARDS[self.reward](committed, seconds, rates)
+        rewards = REWARDS[self.reward](committed, accepted, seconds, rates)
         return Played(rewards, ~going, np.zeros(len(at), dtype=bool), info)
 
 

@@ -67,6 +67,8 @@ class ReplayEnv(GameEnv):
       of the text - `rate` * its seconds: the one form whose best policy is the one with the best throughput. Set `rate`
       to the throughput to be improved on.
     - `reward="tokens"`: committed tokens of the step, as the SpecKV paper rewards them. Time does not count.
+    - `reward="accepted"`: accepted tokens / seconds of the step, as Learning to Draft rewards them. Not to speculate
+      is worth nothing there, however slow the draft.
 
     ## Starting State
     A sequence drawn at random (`options={"sequence": row}` chooses one), nothing committed.
@@ -78,7 +80,7 @@ class ReplayEnv(GameEnv):
     - `traces`: `Rollouts` or a `TraceDataset`; by default the recording that ships with speckv.
     - `costs`: a `CostModel`; by default the first that ships with speckv.
     - `gammas`: the choices; by default 0 to `gamma_max` of the traces, with `probe` to one less.
-    - `reward`: `throughput` (the default), `average` or `tokens`.
+    - `reward`: `throughput` (the default), `average`, `tokens` or `accepted`.
     - `rate`: of `average`, tokens a second: a number, or one for each compression by name. By default what decoding
       without speculation reaches at each.
     - `probe`: whether to draft one token before each action; False by default.

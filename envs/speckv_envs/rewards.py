@@ -8,11 +8,13 @@ from speckv.costs import CostModel
 from speckv.errors import SpecKVError
 from speckv.features import FloatArray, IntArray
 
-#: Name -> reward of steps from their committed tokens, their seconds, and the rate of their sequences; (n,) each.
-REWARDS: dict[str, Callable[[IntArray, FloatArray, FloatArray], FloatArray]] = {
-    "throughput": lambda committed, seconds, rates: committed / seconds,
-    "average": lambda committed, seconds, rates: committed - rates * seconds,
-    "tokens": lambda committed, seconds, rates: committed.astype(float),
+#: Name -> reward of steps from their committed and their accepted tokens, their seconds, and the rate of their
+#: sequences; (n,) each.
+REWARDS: dict[str, Callable[[IntArray, IntArray, FloatArray, FloatArray], FloatArray]] = {
+    "throughput": lambda committed, accepted, seconds, rates: committed / seconds,
+    "average": lambda committed, accepted, seconds, rates: committed - rates * seconds,
+    "tokens": lambda committed, accepted, seconds, rates: committed.astype(float),
+    "accepted": lambda committed, accepted, seconds, rates: accepted / seconds,
 }
 
 

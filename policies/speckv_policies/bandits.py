@@ -12,6 +12,8 @@ from it. After a full acceptance their outcome is unknown; after a rejection it 
 from rejections and not from full acceptances would look worse than it is.
 """
 
+from typing import ClassVar
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,19 +24,25 @@ from speckv_policies.parameters import check_count, check_range
 
 _SUMS = ("plays", "seconds", "squared_seconds", "count", "tokens", "squared_tokens")
 GAMMAS = (0, 1, 2, 3, 4, 6, 8)
+#: Batch sizes that are told apart: 1, 2, 3 to 4, …, more than 512.
+_BATCHES = 11
 _FULL = "; one-sided full feedback is published (abstract read), its form here is ours"
 
 
 class _Bandit(Policy):
-    """What the bandits share. K is the number of gammas; every compression has sums of its own.
+    """What the bandits share. K is the number of gammas; every context, a compression by default, has sums of its own.
 
     A gamma that was never played at a compression comes first, the shortest of them foremost: its seconds are seen
     in no other way. A step that had no room for the gamma chosen (the budget ends, or the draft proposes the end of
     the text) is no rejection: it says nothing of that gamma. A gamma that no budget has room for is therefore chosen
     again and again, and cut to what there is room for; leave it out.
+
+    Attributes:
+        contexts: how many there are.
     """
 
     features: tuple[str, ...] = ("compression",)
+    contexts: ClassVar[int] = len(COMPRESSIONS)
 
     def __init__(self, gammas: tuple[int, ...], feedback: str, exploration: float) -> None:
         super().__init__()
@@ -51,19 +59,23 @@ class _Bandit(Policy):
         return self.gammas[-1]
 
     def new_memory(self) -> Memory:
-        """Sums by compression and gamma, (number of known compressions, K): how often it was played, seconds and
-        squared seconds of that; how many outcomes it learned from, tokens and squared tokens of those."""
-        return {name: np.zeros((len(COMPRESSIONS), len(self.gammas))) for name in _SUMS}
+        """Sums by context and gamma, (contexts, K): how often it was played, seconds and squared seconds of that; how
+        many outcomes it learned from, tokens and squared tokens of those."""
+        return {name: np.zeros((self.contexts, len(self.gammas))) for name in _SUMS}
 
     def new_state(self, rows: int) -> State:
-        """What was chosen last: code of the compression, index of the gamma."""
+        """What was chosen last: index of the gamma, and code of the context that it was chosen in."""
         return {"code": np.zeros(rows, dtype=np.int64), "arm": np.zeros(rows, dtype=np.int64)}
 
     def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
-        state["code"] = features["compression"].astype(np.int64)
+        state["code"] = self._context(features)
         unplayed = self.memory["plays"][state["code"]] == 0
         state["arm"] = np.where(unplayed, np.inf, self._scores(features, state, unplayed.any(axis=1))).argmax(axis=1)
         return np.array(self.gammas)[state["arm"]]
+
+    def _context(self, features: Features) -> IntArray:
+        """(n,) codes, below `contexts`."""
+        return features["compression"].astype(np.int64)
 
     def _scores(self, features: Features, state: State, starting: BoolArray) -> FloatArray:
         """(n, K); the gamma with the highest is played. Sequences that are `starting` play what was never played."""
@@ -314,3 +326,52 @@ class LinUcb(_Bandit):
         squares = inputs[:, :, None] * inputs[:, None, :]
         np.add.at(self.memory["moments"], state["code"], seen[..., None, None] * squares[:, None])
         np.add.at(self.memory["products"], state["code"], tokens[..., None] * inputs[:, None])
+
+
+class Nightjar(_Bandit):
+    """Upper confidence bounds as of `ucb1`, for each batch size apart, less what it costs to change gamma.
+
+    A batch shares its forwards, so that the gamma that is worth its time falls with the number of sequences, down to 0.
+    Batch sizes are told apart by powers of two: 1, 2, 3 to 4, 5 to 8, and so on. A gamma other than the one played last
+    in a sequence has to be worth `switching` tokens more.
+
+    Args:
+        gammas: the choices, tokens, rising.
+        feedback: "bandit", to learn of the gamma played alone, or "full", of all shorter ones too.
+        exploration: factor of the bonus; 0 plays what looks best.
+        switching: tokens that a change costs, 0 or more.
+    """
+
+    name = "nightjar"
+    features = ("compression", "batch_size")
+    source = (
+        "Nightjar (arXiv 2512.22420, third-party account and abstract): a bandit over gamma with the batch size as its "
+        "context, gamma 0 among the choices and a cost of switching; upper confidence bounds in place of its own way "
+        "of exploring, batch sizes by powers of two, switching 0.1 and the gammas are ours" + _FULL
+    )
+    contexts = len(COMPRESSIONS) * _BATCHES
+
+    def __init__(
+        self,
+        gammas: tuple[int, ...] = GAMMAS,
+        feedback: str = "bandit",
+        exploration: float = 1.0,
+        switching: float = 0.1,
+    ) -> None:
+        super().__init__(gammas, feedback, exploration)
+        check_range(0, switching=switching)
+        self.switching = switching
+
+    def new_state(self, rows: int) -> State:
+        """As of the others; in the first step there is no last gamma."""
+        return super().new_state(rows) | {"arm": np.full(rows, -1)}
+
+    def _context(self, features: Features) -> IntArray:
+        batch = np.ceil(np.log2(features["batch_size"])).astype(np.int64)
+        return super()._context(features) * _BATCHES + np.minimum(batch, _BATCHES - 1)
+
+    def _scores(self, features: Features, state: State, starting: BoolArray) -> FloatArray:
+        value, error = self._values(state["code"])
+        last = state["arm"][:, None]
+        changed = (last >= 0) & (np.arange(len(self.gammas)) != last)
+        return np.asarray(value + self._patience(state["code"]) * error - self.switching * changed)

@@ -1,0 +1,138 @@
+"""`speckv train`: a policy learns from a recording, and is kept."""
+
+import contextlib
+import importlib.util
+import pathlib
+import shlex
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from speckv.cli.common import COSTS, FOLDER, TRACES
+from speckv.errors import SpecKVError
+
+if TYPE_CHECKING:
+    from speckv.costs import CostModel
+    from speckv.policy import Policy
+    from speckv.traces import Rollouts
+    from speckv.training import Watch
+
+
+@click.command()
+@click.argument("policy_spec", metavar="POLICY")
+@TRACES
+@COSTS
+@click.option("--out", required=True, type=FOLDER, help="Where the policy is saved, and checkpoints until then.")
+@click.option("--steps", type=click.IntRange(1), help="Of training, for agents.  [default: the agent's own]")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
+@click.option(
+    "--folds",
+    default=5,
+    show_default=True,
+    type=click.IntRange(1),
+    help="One in so many prompts is held out, to be played at the end; 1 trains on all.",
+)
+@click.option("--log-dir", type=FOLDER, help="Write TensorBoard logs, for agents.")
+@click.option("--resume", is_flag=True, help="Go on with a training that was stopped, with the same settings.")
+def train(
+    policy_spec: str,
+    traces_path: pathlib.Path | None,
+    costs_name: str | None,
+    out: pathlib.Path,
+    steps: int | None,
+    seed: int,
+    folds: int,
+    log_dir: pathlib.Path | None,
+    resume: bool,
+) -> None:
+    """Train POLICY (NAME or NAME:PARAMETER=VALUE,…) and save it.
+
+    What was saved can be decoded with (`speckv decode --policy FOLDER`) and exported. `speckv compare` trains anew in
+    each fold, so that no policy is judged on prompts that it has seen.
+    """
+    import numpy as np
+
+    from speckv.comparison import folds_of
+    from speckv.files import write_json
+    from speckv.plugins import load_costs, make_policy
+    from speckv.policy import Policy
+    from speckv.saving import save_policy
+    from speckv.shipped import shipped_costs, shipped_traces
+    from speckv.traces import TraceDataset
+    from speckv.training import TrainedPolicy, identify
+
+    checkpoint = out / "checkpoint.safetensors"
+    if (out / "policy.json").exists():
+        raise SpecKVError(f"{out}: holds a policy already; choose another folder")
+    if resume != checkpoint.exists():
+        raise SpecKVError(
+            f"{out}: holds no training to go on with; leave --resume out"
+            if resume
+            else f"{out}: holds a training that was stopped; add --resume, or choose another folder"
+        )
+    policy = make_policy(policy_spec)
+    if type(policy).fit is Policy.fit:
+        raise SpecKVError(f"policy {policy.label!r} learns nothing from a recording; `speckv policies` says which do")
+    if isinstance(policy, TrainedPolicy):
+        policy.steps = steps or policy.steps
+    elif steps or log_dir or resume:
+        raise SpecKVError(f"policy {policy.label!r} is fitted in one go; leave out --steps, --log-dir and --resume")
+
+    if log_dir and importlib.util.find_spec("tensorboard") is None:
+        raise SpecKVError("--log-dir writes with tensorboard, which is not installed; pip install 'speckv[rl]'")
+
+    traces = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
+    costs = load_costs(costs_name) if costs_name else shipped_costs()[0]
+    fold_of = folds_of(traces, folds, seed) if folds > 1 else np.ones(len(traces), dtype=np.int64)
+    learned = traces.take(fold_of > 0)
+    if isinstance(policy, TrainedPolicy):
+        with _watched(policy, checkpoint, log_dir) as watch:
+            policy.train(learned, costs, seed, watch)
+    else:
+        policy.fit(learned, costs, seed)
+    prompts = sorted(set(learned.ids.tolist()))
+    about: dict[str, Any] = {"command": shlex.join(["speckv", *sys.argv[1:]]), "seed": seed, "costs": costs.name}
+    about["fingerprint"] = identify(policy, learned, costs, seed)["traces"]
+    write_json(out / "training.json", about | {"traces": traces.manifest.settings, "prompts": prompts})
+    save_policy(policy, out)
+    checkpoint.unlink(missing_ok=True)
+    click.echo(f"{out}: {policy.label}, trained on {len(prompts)} prompts under {costs.name}")
+    if folds > 1:
+        _report(policy, learned, traces.take(fold_of == 0), costs)
+
+
+@contextlib.contextmanager
+def _watched(policy: "Policy", checkpoint: pathlib.Path, log_dir: pathlib.Path | None) -> "Iterator[Watch]":
+    """A watch that shows a progress bar."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from speckv.training import Watch
+
+    columns = (TextColumn("training {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+        bar = progress.add_task(policy.label, total=None)
+        yield Watch(checkpoint, log_dir, lambda done, total: progress.update(bar, completed=done, total=total))
+
+
+def _report(policy: "Policy", learned: "Rollouts", held_out: "Rollouts", costs: "CostModel") -> None:
+    """Print what it reaches on the held-out prompts, beside the best fixed gamma of the others."""
+    import numpy as np
+
+    from speckv.plugins import make_policy
+    from speckv.replaying import measure_controller, replay
+
+    seconds = []
+    for each in (policy, make_policy("best-fixed").fit(learned, costs)):
+        controller = costs.controller.get(each.name) or measure_controller(each, held_out, costs)
+        seconds.append(replay(each.forget(), held_out, costs, controller).sequence_seconds)
+    for compression in np.unique(held_out.compressions):
+        of_it = held_out.compressions == compression
+        mine, fixed = (held_out.lengths[of_it].sum() / each[of_it].sum() for each in seconds)
+        click.echo(
+            f"{compression}: {mine:.3g} tokens/s on {of_it.sum()} held-out prompts, {mine / fixed - 1:+.1%} against "
+            f"the best fixed gamma ({fixed:.3g})"
+        )
