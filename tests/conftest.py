@@ -9,13 +9,11 @@ import pytest
 
 from speckv.costs import CostModel, Timings
 from speckv.prompts import Prompt
+from speckv.testing.pairs import add_noise, byte_tokenizer, tiny_model
 from speckv.traces import Manifest, Rollouts, TraceDataset
 
 if TYPE_CHECKING:
     from speckv.live.models import ModelPair
-
-END = 256  # behind the 256 bytes
-PADDED_VOCABULARY = 272  # like real models, the pair has more logits than its tokenizer has tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,60 +22,6 @@ class PairPaths:
 
     target: str
     draft: str
-
-
-def byte_tokenizer(end: str = "<|endoftext|>"):
-    """A byte-level tokenizer: 256 bytes and an end token. Qwen2's tokenizer class would add the default one."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: index for index, symbol in enumerate([*alphabet, end])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
-
-
-def tiny_model(seed: int, **settings):
-    """A random Qwen2 of two layers, weights scaled up so that its greedy text is varied, unsure here and there,
-    and sometimes ends. `settings` change its configuration."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(seed)
-    usual = {
-        "vocab_size": PADDED_VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": END,
-        "pad_token_id": END,
-    }
-    model = Qwen2ForCausalLM(Qwen2Config(**usual | settings)).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(7.0)
-        model.lm_head.weight.mul_(4.0)
-        model.lm_head.weight[END].mul_(1.2)
-    return model
-
-
-def add_noise(model, amount: float, seed: int) -> None:
-    """Add normal noise to every matrix, `amount` times its standard deviation."""
-    import torch
-
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.add_(torch.randn_like(parameter) * parameter.std() * amount)
 
 
 @pytest.fixture(scope="session")
