@@ -5,9 +5,12 @@ import json
 import os
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from speckv.errors import SpecKVError
+
+if TYPE_CHECKING:
+    from pyarrow import parquet
 
 
 def write_atomically(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
@@ -58,3 +61,30 @@ def read_json(path: pathlib.Path, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise SpecKVError(f"{path}: expected {what}, a JSON object, and found {type(value).__name__}")
     return value
+
+
+def open_parquet(path: pathlib.Path, form: str, newest: int, remedy: str) -> "parquet.ParquetFile":
+    """Open a Parquet file of one of the project's forms; of its rows nothing is read yet.
+
+    Args:
+        form: the `format` in its metadata.
+        newest: schema version that this speckv reads.
+        remedy: what to do with a file that can't be read, for the message.
+
+    Raises:
+        SpecKVError: the file is not Parquet, not of that form, or of a newer schema version.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        file = parquet.ParquetFile(path)
+        metadata = file.schema_arrow.metadata or {}
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise SpecKVError(f"{path}: not a readable Parquet file ({reason}); {remedy}") from None
+    if metadata.get(b"format") != form.encode():
+        raise SpecKVError(f"{path}: is Parquet but not of the format {form}; choose another file, or move it away")
+    version = metadata.get(b"schema_version", b"").decode()
+    check_version(int(version) if version.isdigit() else None, newest, path)
+    return file

@@ -1,5 +1,6 @@
 """The contract between a policy and everything that runs one."""
 
+import importlib.util
 import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -12,6 +13,7 @@ from speckv.features import BoolArray, Features, FloatArray, IntArray
 
 if TYPE_CHECKING:
     from speckv.costs import CostModel
+    from speckv.runtime import Program
     from speckv.traces import Rollouts
 
 #: What a policy remembers of each sequence: arrays by name, each with one row a sequence.
@@ -61,6 +63,9 @@ class Policy:
         name: how users call the policy.
         features: names of the features that it reads, from `speckv.features.FEATURES`.
         source: where the rule comes from, and how sure its constants are.
+        requires: modules that only `fit` needs; what it learned decides without them.
+        extra: of speckv, which installs them.
+        explores: whether it draws lots for the sake of the log; a comparison leaves it out unless it is asked for.
         fitted: what `fit` learned, by name.
         memory: what it has learned while running, by name; empty unless it is online.
     """
@@ -68,6 +73,9 @@ class Policy:
     name: ClassVar[str]
     features: tuple[str, ...] = ()
     source: ClassVar[str] = ""
+    requires: ClassVar[tuple[str, ...]] = ()
+    extra: ClassVar[str] = ""
+    explores: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.fitted: dict[str, npt.NDArray[Any]] = {}
@@ -113,6 +121,13 @@ class Policy:
         """How many tokens to draft at most, (n,) integers from 0. The host's own limit applies as well."""
         return np.iinfo(np.int64).max
 
+    def propensity(self, state: State) -> npt.ArrayLike:
+        """The chance with which the last `choose_gamma` chose what it did, (n,); 1 for a policy that draws no lots.
+
+        Hosts log it, so that the log can tell what another policy would have been worth.
+        """
+        return 1.0
+
     def draw_token(self, features: Features, state: State) -> npt.ArrayLike:
         """Whether to draw the next token from the distribution that the features describe, (n,) booleans."""
         return True
@@ -121,8 +136,26 @@ class Policy:
         """Whether to draft another token behind the one just drawn, (n,) booleans."""
         return True
 
+    def acceptance(self, features: Features) -> npt.ArrayLike:
+        """The chance that the draft's next token is right if all before it are, (n,), from its distribution.
+
+        A policy with a model of that overrides this and may decide by it; reports show how well it holds on prompts
+        that the policy has not seen. No host needs it.
+        """
+        raise NotImplementedError
+
     def observe(self, outcome: Outcome, state: State) -> None:
         """Take in what came of the step, by changing `state` and, if the policy is online, `self.memory`."""
+
+    def program(self) -> "Program":
+        """This policy in the portable form of `speckv.runtime`, which decoders can play that don't run its code.
+
+        A policy that decides exactly as one of the forms does overrides this; it has to be fitted.
+
+        Raises:
+            SpecKVError: no form does; the reason.
+        """
+        raise SpecKVError(f"policy {self.label!r} runs in speckv only: {self.unportable}")
 
     @property
     def label(self) -> str:
@@ -140,6 +173,25 @@ class Policy:
     def online(self) -> bool:
         """Whether it learns while it runs, and takes that from one sequence to the next."""
         return self.overrides("new_memory")
+
+    @property
+    def untrainable(self) -> str | None:
+        """Why it can't be fitted in this installation, and what to do; None if it can."""
+        missing = [name for name in self.requires if importlib.util.find_spec(name) is None]
+        if not missing:
+            return None
+        return f"is trained with {' and '.join(missing)}, which is not installed; pip install 'speckv[{self.extra}]'"
+
+    @property
+    def unportable(self) -> str | None:
+        """Why no portable form decides as it does; None if one does."""
+        if type(self).program is not Policy.program:  # a wrapper has none, whatever is inside
+            return None
+        if self.online:
+            return "it learns while it runs"
+        if self.overrides("new_state"):
+            return "it remembers more of a sequence than the portable forms do"
+        return "its rule is none of the portable forms"
 
     @property
     def kind(self) -> str:

@@ -26,6 +26,9 @@ class Replay:
         forwards: (steps,) draft forwards, gamma or one more (a distribution that nothing was drawn from).
         seconds: (steps,) duration, decisions of the policy included.
         controller_seconds: (steps,) the policy's part of it.
+        chosen: (steps,) tokens that the policy chose before the step: gamma, or more where the text's end left room for
+            fewer or the policy itself stopped inside the draft.
+        propensity: (steps,) chance with which it chose so.
         tokens: (S,) committed tokens of each sequence.
         features: name -> (steps,) what was known before the draft of each step, if `replay` was asked for it.
     """
@@ -37,6 +40,8 @@ class Replay:
     forwards: IntArray
     seconds: npt.NDArray[np.float64]
     controller_seconds: npt.NDArray[np.float64]
+    chosen: IntArray
+    propensity: npt.NDArray[np.float64]
     tokens: IntArray
     features: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
 
@@ -259,10 +264,12 @@ class _Run:
                 log.append(self._step())
         columns = [np.concatenate(column) for column in zip(*log, strict=True)]
         order = np.lexsort((columns[1], columns[0]))
-        row, position, gamma, accepted, forwards, seconds, controller, *kept = (column[order] for column in columns)
+        row, position, gamma, accepted, forwards, seconds, controller, chosen, propensity, *kept = (
+            column[order] for column in columns
+        )
         known = dict(zip(self.keep, kept, strict=True))
         tokens = session.traces.lengths
-        return Replay(row, position, gamma, accepted, forwards, seconds, controller, tokens, known)
+        return Replay(row, position, gamma, accepted, forwards, seconds, controller, chosen, propensity, tokens, known)
 
     def _step(self) -> tuple[npt.NDArray[Any], ...]:
         """One step of each sequence; what a `Replay` keeps of it, its columns in their order."""
@@ -270,7 +277,9 @@ class _Run:
         rows, positions = session.rows, session.positions
         features = session.tracker.before(len(rows))
         kept = [features[name] for name in self.keep]
-        asked, forwards, gammas = self._draft(features)
+        chosen = self._choose(features)
+        propensity = np.broadcast_to(np.asarray(self.policy.propensity(self.state), dtype=float), len(rows))
+        asked, forwards, gammas = self._draft(features, np.minimum(chosen, session.limits))
         controller = np.asarray(
             (self.chooses or self.observes) * self.controller[0] + asked * self.controller[1], dtype=float
         )
@@ -279,15 +288,18 @@ class _Run:
             self.policy.observe(Outcome(gammas, accepted, seconds), self.state)
         if not going.all():
             self.state = select_rows(self.state, going)
-        return rows, positions, gammas, accepted, forwards, seconds, controller, *kept
+        return rows, positions, gammas, accepted, forwards, seconds, controller, chosen, propensity, *kept
 
-    def _draft(self, features: Features) -> tuple[IntArray, IntArray, IntArray]:
+    def _choose(self, features: Features) -> IntArray:
+        """(n,) how many tokens the policy wants at most."""
+        if not self.chooses:
+            return np.full(features.rows, np.iinfo(np.int64).max)
+        chosen = self.policy.choose_gamma(features, self.state)
+        return as_integers(chosen, features.rows, f"{self.policy.name}.choose_gamma")
+
+    def _draft(self, features: Features, limits: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """How often the policy was asked inside the draft, draft forwards, and tokens to verify; each (n,)."""
-        policy, name, n = self.policy, self.policy.name, features.rows
-        limits = self.session.limits
-        if self.chooses:
-            chosen = as_integers(policy.choose_gamma(features, self.state), n, f"{name}.choose_gamma")
-            limits = np.minimum(chosen, limits)
+        n = features.rows
         if not (self.draws or self.keeps):
             return np.zeros(n, dtype=np.int64), limits, limits
         asked, forwards, gammas = (np.zeros(n, dtype=np.int64) for _ in range(3))

@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from speckv.compression import COMPRESSIONS
 from speckv.errors import SpecKVError
-from speckv.files import check_version, read_json, write_atomically, write_json
+from speckv.files import check_version, open_parquet, read_json, write_atomically, write_json
+from speckv.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -265,12 +266,14 @@ class TraceDataset:
         if path.exists():
             raise SpecKVError(f"{path}: exists already; choose another folder")
         manifest = sources[0].manifest
+        texts: dict[int, bytes] = {}
         groups: dict[str, list[Rollout]] = {}
         seen: set[tuple[str, str]] = set()
         for source in sources:
             if not manifest.same_settings(source.manifest):
                 raise SpecKVError(f"{source.path}: recorded with other settings than {sources[0].path}")
             manifest = manifest.with_runs(source.manifest)
+            texts |= Vocabulary.of(source.path).tokens
             for rollout in source:
                 if (key := (rollout.id, rollout.compression)) in seen:
                     raise SpecKVError(f"{source.path}: {key[0]} at {key[1]} stands in two of the datasets")
@@ -281,6 +284,8 @@ class TraceDataset:
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         for compression, rollouts in groups.items():
             _write_shard(partial / f"{compression}.parquet", sorted(rollouts, key=lambda r: r.id))
+        if texts:
+            Vocabulary(texts).save(partial)
         write_json(partial / "manifest.json", manifest.to_json())
         partial.rename(path)
         return cls(path)
@@ -298,18 +303,8 @@ def _write_shard(path: pathlib.Path, rollouts: Sequence[Rollout]) -> None:
 
 def _read_shard(path: pathlib.Path) -> Iterator[Rollout]:
     import pyarrow as pa
-    from pyarrow import parquet
 
-    try:
-        file = parquet.ParquetFile(path)
-        metadata = file.schema_arrow.metadata or {}
-    except (OSError, pa.ArrowException) as error:
-        reason = str(error).splitlines()[0]
-        raise SpecKVError(f"{path}: not a readable Parquet file ({reason}); delete it and record again") from None
-    if metadata.get(b"format") != FORMAT.encode():
-        raise SpecKVError(f"{path}: is Parquet but not of the format {FORMAT}; move it out of the dataset")
-    version = metadata.get(b"schema_version", b"").decode()
-    check_version(int(version) if version.isdigit() else None, SCHEMA_VERSION, path)
+    file = open_parquet(path, FORMAT, SCHEMA_VERSION, "delete it and record again")
     for column in _schema():
         if column.name not in file.schema_arrow.names:
             raise SpecKVError(f"{path}: the column {column.name} is missing; record it again")
@@ -335,6 +330,7 @@ class Rollouts:
         ids, tasks, compressions: (S,) strings.
         prompt_lengths, lengths: (S,) tokens of the prompt and of the path.
         tokens, draft_tokens: (S, T) token ids; 0 past the end.
+        off_tokens: (S, T, G - 1) token ids of the draft's continuation after a wrong proposal.
         run: (S, T + 1) how many consecutive proposals from a position on are right.
         limit: (S, T + 1) how many tokens a step that starts at a position can draft: bounded by G, by the
             budget (the bonus token must fit), and by an end-of-sequence token in the draft.
@@ -350,6 +346,7 @@ class Rollouts:
     lengths: npt.NDArray[np.int64]
     tokens: npt.NDArray[np.int32]
     draft_tokens: npt.NDArray[np.int32]
+    off_tokens: npt.NDArray[np.int32]
     run: npt.NDArray[np.int64]
     limit: npt.NDArray[np.int64]
     signals: dict[str, npt.NDArray[np.float32]]
@@ -371,6 +368,7 @@ class Rollouts:
         length = max(len(s.tokens) for s in sequences)
         tokens = np.zeros((count, length), dtype=np.int32)
         draft_tokens = np.zeros((count, length), dtype=np.int32)
+        off_tokens = np.zeros((count, length, gamma_max - 1), dtype=np.int32)
         run = np.zeros((count, length + 1), dtype=np.int64)
         limit = np.zeros((count, length + 1), dtype=np.int64)
         signals = {n: np.zeros((count, length), dtype=np.float32) for n in DRAFT_SIGNALS | TARGET_SIGNALS}
@@ -387,6 +385,7 @@ class Rollouts:
             for name, values in sequence.signals.items():
                 signals[name][row, :size] = values
             kept = np.arange(gamma_max - 1) < sequence.off_lengths[:, None]
+            off_tokens[row, :size][kept] = sequence.off_tokens
             for name, values in sequence.off_signals.items():
                 off_signals[name][row, :size][kept] = values
             right = sequence.draft_tokens == sequence.tokens
@@ -404,6 +403,7 @@ class Rollouts:
             lengths=np.array([len(s.tokens) for s in sequences]),
             tokens=tokens,
             draft_tokens=draft_tokens,
+            off_tokens=off_tokens,
             run=run,
             limit=limit,
             signals=signals,
@@ -428,18 +428,21 @@ class Rollouts:
         """Signal `name` of the draft's token number `index` (0 is the first) in steps that start at `positions`.
 
         Args:
+            name: of `DRAFT_SIGNALS`, or `draft_token` for its id.
             rows, positions: (n,) sequence and start position of each step.
             index: scalar or (n,), each below the step's `limit`.
 
         Returns:
-            (n,) float32: from the path up to the first wrong proposal, from the recorded continuation behind it.
+            (n,) float32, which holds ids up to 2^24 exactly: from the path up to the first wrong proposal, from the
+            recorded continuation behind it.
         """
         right = self.run[rows, positions]
         on_path = np.minimum(index, right)
         behind = np.asarray(index) - right - 1
         position = np.minimum(positions + on_path, self.tokens.shape[1] - 1)
-        value: npt.NDArray[np.float32] = self.signals[name][rows, position]
+        ids = name == "draft_token"
+        value = np.asarray((self.draft_tokens if ids else self.signals[name])[rows, position], dtype=np.float32)
         if self.gamma_max == 1 or (behind < 0).all():
             return value
-        off = self.off_signals[name][rows, position, np.maximum(behind, 0)]
-        return np.asarray(np.where(behind < 0, value, off))
+        off = (self.off_tokens if ids else self.off_signals[name])[rows, position, np.maximum(behind, 0)]
+        return np.asarray(np.where(behind < 0, value, off), dtype=np.float32)

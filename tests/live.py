@@ -10,7 +10,7 @@ from speckv.live.decoding import Decoding
 from speckv.live.models import LanguageModel, ModelPair
 from speckv.live.sampling import Greedy, Gumbel, Rejection
 from speckv.policy import Policy
-from tests.conftest import END, add_noise, byte_tokenizer, tiny_model
+from speckv.testing.pairs import END, add_noise, byte_tokenizer, tiny_model
 
 
 class Fixed(Policy):
@@ -104,6 +104,20 @@ class Both(Policy):
 
     def keep_drafting(self, features, state):
         return features["draft_probability"] > 0.4
+
+
+class Ids(Policy):
+    """Decides by nothing but the ids of the drafted tokens."""
+
+    name = "ids"
+    features = ("draft_token",)
+
+    def new_state(self, rows):
+        return {"sum": np.zeros(rows)}
+
+    def keep_drafting(self, features, state):
+        state["sum"] = state["sum"] + features["draft_token"]
+        return state["sum"] % 5 > 0
 
 
 class Unlimited(Policy):

@@ -11,7 +11,7 @@ from speckv.live.drafting import ModelDrafter, PromptLookup
 from speckv.live.models import early_exit
 from speckv.live.sampling import Gumbel, Rejection
 from speckv.policy import Policy
-from tests.conftest import END, byte_tokenizer
+from speckv.testing.pairs import END, byte_tokenizer
 from tests.live import KINDS, SAMPLERS, Both, Drawn, Fixed, Stateful, decoding_of, pair_with, plain_text
 
 BUDGET = 16

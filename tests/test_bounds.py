@@ -13,6 +13,7 @@ from speckv.replaying import replay
 from speckv.traces import Manifest, Rollouts
 
 from .synthetic import dense, drafted, make_costs, make_rollouts, make_sequences, spelled, step_seconds
+from .zoo import quick
 
 
 def brute_force(rollout, manifest, costs, position=0, lag=1) -> float:
@@ -92,7 +93,7 @@ def test_no_policy_beats_the_oracle(costs):
     names = [name for name in registry().policies if name != "oracle"]
     assert len(names) > 5
     for name in names:
-        fitted = make_policy(name).fit(traces, costs)
+        fitted = quick(name).fit(traces, costs)
         seconds = replay(fitted, traces, costs, controller=(0.0, 0.0)).sequence_seconds
         assert (seconds >= best * (1 - 1e-12)).all(), name
 

@@ -54,15 +54,22 @@ def assert_caches_are_right(decoding):
 @pytest.mark.parametrize(("layers", "static"), MODES)
 @pytest.mark.parametrize("policy", KINDS, ids=repr)
 @by_name("sampler", SAMPLERS)
-@pytest.mark.parametrize("merge", [False, True], ids=["prefill", "merged"])
-def test_caches_after_every_step(layers, static, policy, sampler, merge):
+def test_caches_after_every_step(layers, static, policy, sampler):
     """And the text is that of a model that has no cache at all."""
-    settings = {"sampler": sampler, "gamma_max": 8, "static_cache": static, "merge_prefill": merge}
-    decoder = SpeculativeDecoder(*pair_with(layers), policy, **settings)
+    decoder = SpeculativeDecoder(*pair_with(layers), policy, sampler=sampler, gamma_max=8, static_cache=static)
     decoding = decoding_of(decoder, PROMPT, budget=BUDGET, seed=3)
     assert_caches_are_right(decoding)
     if not isinstance(sampler, Rejection):  # whose text depends on the draft
         assert decoding.sequences[0].tokens == plain(layers, tuple(PROMPT), sampler=sampler, seed=3)
+
+
+@pytest.mark.parametrize(("layers", "static"), MODES)
+@pytest.mark.parametrize("policy", KINDS, ids=repr)
+def test_caches_after_a_merged_prefill(layers, static, policy):
+    decoder = SpeculativeDecoder(*pair_with(layers), policy, gamma_max=8, static_cache=static, merge_prefill=True)
+    decoding = decoding_of(decoder, PROMPT, budget=BUDGET)
+    assert_caches_are_right(decoding)
+    assert decoding.sequences[0].tokens == plain(layers, tuple(PROMPT))
 
 
 @pytest.mark.parametrize(("layers", "static"), MODES)

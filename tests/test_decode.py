@@ -46,9 +46,9 @@ def test_prompt_from_standard_input(decode):
     )
 
 
-@pytest.mark.parametrize("drafter", [["--early-exit", "1"], ["--prompt-lookup"]])
+@pytest.mark.parametrize("drafter", ["early-exit:layers=1", "prompt-lookup", "prompt-lookup:longest=2"])
 def test_other_drafters(decode, drafter):
-    assert decode("--prompt", "Hello", *drafter, draft=False).exit_code == 0
+    assert decode("--prompt", "Hello", "--drafter", drafter, draft=False).exit_code == 0
 
 
 def test_gumbel_text_depends_on_the_seed_alone(decode):
@@ -67,7 +67,7 @@ def test_a_saved_policy(decode, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt-lookup"], "give one of --draft, --early-exit and --prompt-lookup"),
+        (["--drafter", "prompt-lookup"], "give one of --draft and --drafter"),
         (["--policy", "hazard"], "has no target in fp32"),
         (["--policy", "fixd"], "did you mean 'fixed'"),
         (["--policy", "oracle"], "knows the future"),
@@ -88,5 +88,22 @@ def test_what_cannot_be_done_is_one_line(decode, arguments, message):
 
 
 def test_prompt_lookup_refuses_a_policy_that_needs_signals(decode):
-    done = decode("--prompt", "Hello", "--prompt-lookup", "--policy", "confidence:threshold=0.4,cap=8", draft=False)
+    done = decode(
+        "--prompt", "Hello", "--drafter", "prompt-lookup", "--policy", "confidence:threshold=0.4,cap=8", draft=False
+    )
     assert done.exit_code == 2 and "'draft_probability', which PromptLookup cannot give" in done.output
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("promptlookup", "drafter 'promptlookup' is unknown; did you mean 'prompt-lookup'?"),
+        ("prompt-lookup:size=3", "drafter 'prompt-lookup' has no parameter 'size'; it has longest, shortest"),
+        ("prompt-lookup:longest=0", "longest is 0 and shortest 1"),
+        ("early-exit", "drafter 'early-exit' can't be made with no parameters"),
+        ("early-exit:layers=7", "has 2 layers; exit early after 1 to 1 of them, not 7"),
+    ],
+)
+def test_a_drafter_that_cannot_be_made(decode, spec, message):
+    done = decode("--prompt", "Hello", "--drafter", spec, draft=False)
+    assert done.exit_code == 2 and message in done.output.strip().split("\n")[-1]

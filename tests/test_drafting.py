@@ -18,7 +18,7 @@ from speckv.live.drafting import ModelDrafter, PromptLookup
 from speckv.live.models import LanguageModel, early_exit
 from speckv.live.sampling import Greedy, Gumbel, Rejection
 from speckv.policy import Policy
-from tests.conftest import END, byte_tokenizer, tiny_model
+from speckv.testing.pairs import END, byte_tokenizer, tiny_model
 from tests.live import SAMPLERS, Both, Draw, Drawn, Fixed, Keep, Running, decoding_of, pair_with, plain_text
 
 BUDGET = 20

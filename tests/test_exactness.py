@@ -17,16 +17,17 @@ from speckv.policy import Clairvoyant, Policy
 from speckv.prompts import Prompt
 from speckv.replaying import replay
 from speckv.traces import DRAFT_SIGNALS, TARGET_SIGNALS, Manifest, TraceDataset
-from tests.live import Both, Draw, Fixed, Keep, Running, Stateful, TargetEntropy, Unlimited, decoding_of
+from tests.live import Both, Draw, Fixed, Ids, Keep, Running, Stateful, TargetEntropy, Unlimited, decoding_of
+from tests.zoo import quick
 
 BUDGET, GAMMA_MAX = 48, 8
 
 
 FIXED = [Fixed(gamma) for gamma in (0, 1, 2, 3, 4, 5, 8)]
-OWN = [*FIXED, Stateful(), Running(), TargetEntropy(), Draw(), Keep(), Both(), Unlimited()]
-ZOO = [name for name, entry in registry().policies.items() if not issubclass(entry.policy, Clairvoyant)]
+OWN = [*FIXED, Stateful(), Running(), TargetEntropy(), Draw(), Keep(), Both(), Ids(), Unlimited()]
+ZOO = [name for name, entry in registry().policies.items() if not issubclass(entry.value, Clairvoyant)]
 #: One of each kind; the others take their time.
-QUICK = ("fixed", "heuristic", "mlp", "confidence", "p-min", "hazard", "ucb1", "tapout")
+QUICK = ("fixed", "heuristic", "mlp", "confidence", "p-min", "hazard", "token-hazard", "ucb1", "tapout")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def test_live_is_replay(policy, small_pair, small_traces, small_costs, small_pro
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ZOO]
 )
 def test_live_is_replay_for_the_zoo(name, small_pair, small_traces, small_costs, small_prompts, greedy_text):
-    policy = registry().policies[name].policy().fit(small_traces, small_costs, seed=0)
+    policy = quick(name).fit(small_traces, small_costs, seed=0)
     assert_live_is_replay(policy, small_pair, small_traces, small_costs, small_prompts, greedy_text)
 
 

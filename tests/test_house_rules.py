@@ -139,7 +139,7 @@ def test_every_feature_has_a_unit_and_a_description():
     for name, feature in FEATURES.items():
         assert feature.name == name and feature.unit and len(feature.description) > 8
         assert feature.when in {"before", "distribution", "drawn"}
-        assert (name in TOKEN_SIGNALS or name == "draft_index") == (feature.when != "before")
+        assert (name in TOKEN_SIGNALS or name in {"draft_index", "draft_token"}) == (feature.when != "before")
     assert set(TOKEN_SIGNALS.values()) == set(DRAFT_SIGNALS)
     assert all(unit for unit in (DRAFT_SIGNALS | TARGET_SIGNALS).values())
 

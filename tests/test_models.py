@@ -11,7 +11,7 @@ from speckv.live.caching import CachedModel
 from speckv.live.decoder import SpeculativeDecoder
 from speckv.live.models import LanguageModel, ModelPair, load_model
 from speckv.live.signals import draft_signals, drawn_signals, entropy, target_signals
-from tests.conftest import END, PADDED_VOCABULARY, byte_tokenizer
+from speckv.testing.pairs import END, PADDED_VOCABULARY, byte_tokenizer
 from tests.live import Fixed
 
 TOKENS = [72, 101, 108, 108, 111, 32, 119, 111, 114, 108, 100]

@@ -20,8 +20,8 @@ from speckv.live.decoder import SpeculativeDecoder
 from speckv.live.drafting import PromptLookup
 from speckv.live.models import chat_tokens
 from speckv.live.sampling import Greedy, Gumbel, Randomness, Rejection
+from speckv.testing.pairs import END
 
-from .conftest import END
 from .live import KINDS, Fixed
 
 BUDGET = 20

@@ -20,8 +20,8 @@ from speckv.live.models import LanguageModel, chat_tokens
 from speckv.live.sampling import Greedy, Gumbel, Rejection
 from speckv.live.text import Detokenizer, decoded_text
 from speckv.policy import Policy
+from speckv.testing.pairs import byte_tokenizer
 
-from .conftest import byte_tokenizer
 from .live import KINDS, Fixed
 
 END, END_OF_TURN = "<|endoftext|>", "<|im_end|>"

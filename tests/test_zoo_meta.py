@@ -216,3 +216,48 @@ def test_hysteresis_leaves_stops_inside_the_draft_alone():
 def test_an_unknown_policy_inside_is_named():
     with pytest.raises(SpecKVError, match="'kangarou' is unknown; did you mean 'kangaroo'"):
         make_policy('off-switch:policy="kangarou"').fit(TRACES, COSTS)
+
+
+def explored(spec, steps=3000):
+    """Gammas and propensities of many steps with nothing accepted, asked one at a time."""
+    policy = make_policy(spec).fit(TRACES, COSTS)
+    state, seen = policy.new_state(1), []
+    for _ in range(steps):
+        gamma = int(policy.choose_gamma(BEFORE, state)[0])
+        seen.append((gamma, float(np.asarray(policy.propensity(state))[0])))
+        policy.observe(Outcome(np.array([gamma]), np.array([0]), np.array([1.0])), state)
+    return np.array(seen)
+
+
+def test_explore_plays_what_it_says():
+    gamma, chance = explored('explore:policy="fixed:gamma=3",epsilon=0.4,largest=3').T
+    assert set(chance[gamma == 3].round(9)) == {0.7} and set(chance[gamma != 3].round(9)) == {0.1}
+    counts = np.bincount(gamma.astype(int))
+    assert abs(counts[3] / 3000 - 0.7) < 0.04 and (np.abs(counts[:3] / 3000 - 0.1) < 0.03).all()
+    beyond, certain = explored('explore:policy="fixed:gamma=5",epsilon=0.25,largest=2').T
+    assert set(certain[beyond == 5]) == {0.75} and set(beyond) == {0, 1, 2, 5}
+
+
+def test_explore_draws_other_lots_for_the_next_text_and_the_same_for_another_process(tmp_path):
+    policy = make_policy('explore:policy="fixed:gamma=4",epsilon=1').fit(TRACES, COSTS)
+    first, second = played(policy), played(policy)
+    assert first != second
+    assert played(make_policy('explore:policy="fixed:gamma=4",epsilon=1').fit(TRACES, COSTS)) == first
+    save_policy(policy, tmp_path / "saved")
+    assert played(load_policy(tmp_path / "saved")) == played(policy) not in (first, second)
+
+
+def test_explore_without_lots_is_the_policy_inside():
+    inside = make_policy("best-fixed").fit(TRACES, COSTS)
+    assert played(make_policy("explore:policy=best-fixed,epsilon=1e-9").fit(TRACES, COSTS)) == played(inside)
+    online = make_policy("explore:policy=ucb1,epsilon=1e-9").fit(TRACES, COSTS)
+    assert played(online) == played(make_policy("ucb1").fit(TRACES, COSTS))
+
+
+def test_explore_refuses_what_it_could_not_give_a_chance():
+    with pytest.raises(SpecKVError, match="'svip' stops inside the draft"):
+        make_policy("explore:policy=svip").fit(TRACES, COSTS)
+
+
+def test_a_policy_without_lots_is_certain():
+    assert (replay(make_policy("heuristic"), TRACES, COSTS).propensity == 1).all()

@@ -102,6 +102,15 @@ PARAMETERS = {
     ("online-estimator:start=0.1", "probe_every"): 3,
     ("online-estimator", "gain"): 0.2,
     ("hazard", "regularisation"): 0.001,
+    ("token-hazard", "regularisation"): 0.0001,
+    ("token-hazard", "shrinkage"): 500.0,
+    ("token-hazard", "trust"): (0.0, 0.5),
+    ("boosted-hazard", "trees"): 1,
+    ("boosted-hazard", "depth"): 1,
+    ("boosted-hazard", "learning_rate"): 0.01,
+    ("neural-hazard", "hidden"): 1,
+    ("neural-hazard", "epochs"): 1,
+    ("neural-hazard", "weight_decay"): 1.0,
     ("mlp", "gammas"): (1, 3),
     ("mlp", "hidden"): 1,
     ("mlp", "records"): 40,
@@ -128,6 +137,22 @@ PARAMETERS = {
     ("linucb", "gammas"): (1, 3),
     ("linucb", "feedback"): "full",
     ("linucb", "exploration"): 0.3,
+    ("nightjar", "gammas"): (1, 3),
+    ("nightjar", "feedback"): "full",
+    ("nightjar", "exploration"): 0.3,
+    ("nightjar", "switching"): 2.0,
+    **{
+        (f"{name}:steps=1280", parameter): value
+        for name, more in {
+            "dqn": {"gammas": (1, 3), "discount": 0.9},
+            "ppo": {"gammas": (1, 3), "discount": 0.9},
+            "contextual-bandit": {"gammas": (1, 3)},
+            "dqn-stop": {},
+            "ppo-stop": {"steps": 10_000},
+            "ltd": {},
+        }.items()
+        for parameter, value in ({"steps": 2560, "hidden": 8, "learning_rate": 0.01} | more).items()
+    },
     ("tapout", "algorithm"): "thompson",
     ("tapout", "arms"): ("margin",),
     ("tapout", "exploration"): 0.01,
@@ -137,6 +162,10 @@ PARAMETERS = {
     ("hysteresis", "policy"): "fixed:gamma=2",
     ("hysteresis", "dwell"): 2,
     ("hysteresis", "margin"): 4,
+    ("explore", "policy"): "fixed:gamma=2",
+    ("explore", "epsilon"): 0.9,
+    ("explore:epsilon=0.5", "largest"): 2,
+    ("explore:epsilon=0.5", "random_state"): 1,
     ("off-switch", "policy"): "fixed:gamma=8",
     ('off-switch:policy="fixed:gamma=8"', "decay"): 0.2,
     ('off-switch:policy="fixed:gamma=8"', "patience"): 2,
@@ -157,7 +186,7 @@ def costs():
 
 
 def test_all_parameters_are_tested():
-    found = {(name, key) for name in ZOO for key in inspect.signature(registry().policies[name].policy).parameters}
+    found = {(name, key) for name in ZOO for key in inspect.signature(registry().policies[name].value).parameters}
     assert found == {(spec.partition(":")[0], parameter) for spec, parameter in PARAMETERS}
 
 
@@ -186,9 +215,12 @@ def test_every_parameter_changes_an_action(spec, parameter, traces, costs):
         "adaptive-confidence:threshold=-0.1", "adaptive-confidence:cap=0", "adaptive-confidence:window=1",
         "p-min:n_min=4", "p-min:p_min=NaN", "kangaroo:cap=-1", "svip:scale=-1", "draft-verify:target=2",
         "adaedl:scale=-1", "disco:threshold=2", "specdec-pp:weight=0", "specdec-pp:smallest=30",
-        "survival-budget:gain=-0.1", "online-estimator:ridge=0", "online-estimator:positions=0", "forest:trees=0",
+        "survival-budget:gain=-0.1", "token-hazard:shrinkage=0", "token-hazard:trust=[1]",
+        "boosted-hazard:trees=0", "boosted-hazard:learning_rate=2", "neural-hazard:hidden=0",
+        "neural-hazard:weight_decay=-1", "online-estimator:ridge=0", "online-estimator:positions=0", "forest:trees=0",
         "forest:gammas=[]", "mlp:hidden=0", 'tapout:algorithm="best"', 'tapout:arms=["none"]', "tapout:cap=0",
-        "hysteresis:dwell=0", "off-switch:decay=1.5",
+        "hysteresis:dwell=0", "off-switch:decay=1.5", "nightjar:switching=-1", "ppo:steps=0", "ppo:discount=2",
+        "dqn:gammas=[3]", "dqn-stop:hidden=0", "ltd:learning_rate=-1",
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_one_line_that_names_it(spec):

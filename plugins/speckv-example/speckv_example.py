@@ -1,9 +1,9 @@
-"""A policy of your own: copy this project, rename it, change the rule, install it.
+"""The policy `streak`. Change the rule and its source, then run the tests and install the project.
 
 Once installed, the policy is listed by `speckv policies` and takes part in `speckv compare`.
 """
 
-from collections.abc import Callable
+from collections import abc
 
 import numpy as np
 import numpy.typing as npt
@@ -32,5 +32,5 @@ class Streak(speckv.Policy):
 
 
 @speckv.hookimpl
-def speckv_register_policies(register: Callable[[type[speckv.Policy]], None]) -> None:
+def speckv_register_policies(register: abc.Callable[[type[speckv.Policy]], None]) -> None:
     register(Streak)

@@ -8,6 +8,8 @@ import numpy.typing as npt
 from speckv import CostModel, Features, Memory, Outcome, Policy, Rollouts, State, replay
 from speckv.compression import COMPRESSIONS
 from speckv.features import BoolArray, FloatArray, IntArray
+from speckv.runtime.models import Inputs, Network
+from speckv.runtime.programs import Program, Score, Table
 from speckv.tuning import fastest_by_compression, step_seconds
 from speckv_policies.fixed import Fixed
 from speckv_policies.parameters import check_count, check_order, check_range
@@ -62,7 +64,14 @@ class Disco(Policy):
 
     def keep_drafting(self, features: Features, state: State) -> npt.ArrayLike:
         threshold = self.fitted["threshold"][features["compression"].astype(np.int64)]
-        return chance(_inputs(features), self.fitted["weights"]) >= threshold
+        return np.asarray(self.acceptance(features) >= threshold)
+
+    def program(self) -> Program:
+        cap = np.full(len(COMPRESSIONS), self.cap)
+        return Program(Table(cap), Score(_model(self.fitted["weights"]), self.fitted["threshold"]))
+
+    def acceptance(self, features: Features) -> FloatArray:
+        return chance(_inputs(features), self.fitted["weights"])
 
 
 class SpecDecPlusPlus(Policy):
@@ -106,8 +115,16 @@ class SpecDecPlusPlus(Policy):
         return self.largest
 
     def keep_drafting(self, features: Features, state: State) -> npt.ArrayLike:
-        state["survival"] = state["survival"] * chance(_inputs(features), self.fitted["weights"])
+        state["survival"] = state["survival"] * self.acceptance(features)
         return (features["draft_index"] < self.smallest) | (1 - state["survival"] <= self.threshold)
+
+    def program(self) -> Program:
+        cap, least = np.full(len(COMPRESSIONS), self.largest), np.full(len(COMPRESSIONS), 1 - self.threshold)
+        model = _model(self.fitted["weights"])
+        return Program(Table(cap), Score(model, least, cumulative=True, least=self.smallest))
+
+    def acceptance(self, features: Features) -> FloatArray:
+        return chance(_inputs(features), self.fitted["weights"])
 
 
 class _Budget(Policy):
@@ -218,8 +235,11 @@ class SurvivalBudget(_Budget):
         }
         return self
 
-    def _here(self, features: Features, state: State) -> FloatArray:
+    def acceptance(self, features: Features) -> FloatArray:
         return chance(logit(features["draft_top1"])[:, None], self.fitted["weights"])
+
+    def _here(self, features: Features, state: State) -> FloatArray:
+        return self.acceptance(features)
 
     def _ahead(self, compression: IntArray) -> FloatArray:
         return np.full(len(compression), float(self.fitted["ahead"]))
@@ -373,19 +393,20 @@ def drafted_tokens(traces: Rollouts, costs: CostModel) -> tuple[dict[str, FloatA
     return {name: np.concatenate(column) for name, column in columns.items()}, np.concatenate(right)
 
 
-def fit_logistic(inputs: FloatArray, right: BoolArray, weight: float = 1.0) -> FloatArray:
+def fit_logistic(inputs: FloatArray, right: BoolArray, weight: float = 1.0, regularisation: float = 1.0) -> FloatArray:
     """Weights (inputs + 1,) of a logistic regression, the intercept last.
 
     Args:
         weight: of a wrong token.
+        regularisation: inverse strength C of scikit-learn's logistic regression.
     """
     from sklearn.linear_model import LogisticRegression
 
     if right.all() or not right.any():  # one class only: its share, a little away from 0 and 1
         return np.append(np.zeros(inputs.shape[1]), logit((right.sum(keepdims=True) + 0.5) / (len(right) + 1)))
     center, scale = inputs.mean(axis=0), inputs.std(axis=0)
-    scale[scale == 0] = 1.0
-    model = LogisticRegression(max_iter=1000, class_weight={True: 1.0, False: weight})
+    scale[scale < 1e-9] = 1.0  # equal but for rounding
+    model = LogisticRegression(C=regularisation, max_iter=1000, class_weight={True: 1.0, False: weight})
     model.fit((inputs - center) / scale, right)
     weights = model.coef_[0] / scale
     return np.append(weights, model.intercept_[0] - weights @ center)
@@ -408,3 +429,13 @@ def logit(probability: FloatArray) -> FloatArray:
 def _inputs(signals: Features | dict[str, FloatArray]) -> FloatArray:
     *probabilities, entropy, index = (signals[name] for name in _SIGNALS)
     return np.stack([*logit(np.stack(probabilities)), entropy, np.log(index)], axis=1)
+
+
+def _model(weights: FloatArray) -> Network:
+    """The logistic regression on `_inputs` in portable form."""
+    return logistic(Inputs(_SIGNALS, ("logit", "logit", "logit", "none", "log")), weights)
+
+
+def logistic(inputs: Inputs, weights: FloatArray) -> Network:
+    """A logistic regression in portable form, of `weights` as `fit_logistic` gives them."""
+    return Network(inputs, (weights[:-1, None],), (weights[-1:],), output="logistic")

@@ -6,6 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from speckv import CostModel, Features, Policy, Rollouts, State
+from speckv.compression import COMPRESSIONS
+from speckv.runtime.programs import Program, Table
 from speckv.tuning import fastest_by_compression
 
 
@@ -17,6 +19,9 @@ class NoSpeculation(Policy):
 
     def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
         return 0
+
+    def program(self) -> Program:
+        return Program(Table(np.zeros(len(COMPRESSIONS))))
 
 
 class Fixed(Policy):
@@ -44,6 +49,9 @@ class Fixed(Policy):
     def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
         return self.gamma
 
+    def program(self) -> Program:
+        return Program(Table(np.full(len(COMPRESSIONS), self.gamma)))
+
 
 class BestFixed(Policy):
     """Drafts a constant number of tokens: the fastest on the training prompts, for each compression.
@@ -62,3 +70,6 @@ class BestFixed(Policy):
 
     def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
         return self.fitted["gamma"][features["compression"].astype(np.int64)]
+
+    def program(self) -> Program:
+        return Program(Table(self.fitted["gamma"]))

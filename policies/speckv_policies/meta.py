@@ -207,6 +207,71 @@ class Hysteresis(_Wrapper):
         return state["hysteresis.gamma"]
 
 
+class Explore(_Wrapper):
+    """Another policy that now and then plays a gamma drawn at random, and says with which chance it played what it did.
+
+    Live decoders log that chance. From such a log the throughput of policies that were never played can be estimated
+    (`speckv evaluate`); a log without exploration can't tell what a gamma that was not played would have been worth.
+    With probability `epsilon` each gamma from 0 to `largest` is equally likely.
+
+    Args:
+        policy: as users call it, such as "heuristic:start=3"; it must decide before the step alone.
+        epsilon: chance of drawing lots, above 0 and at most 1.
+        largest: most tokens that are drawn, from 1.
+        random_state: seed of the lots.
+    """
+
+    name = "explore"
+    explores = True
+    source = (
+        "epsilon-greedy exploration with logged propensities, as off-policy evaluation needs it; constants are ours"
+    )
+
+    def __init__(
+        self, policy: str = "heuristic", epsilon: float = 0.1, largest: int = 8, random_state: int = 0
+    ) -> None:
+        super().__init__(policy)
+        check_range(1e-9, 1, epsilon=epsilon)
+        check_count(1, largest=largest)
+        self.epsilon, self.largest, self.random_state = epsilon, largest, random_state
+
+    @property
+    def required_gamma(self) -> int:
+        return max(self.largest, self.inner.required_gamma)
+
+    def overrides(self, method: str) -> bool:
+        return method == "new_memory" or super().overrides(method)
+
+    def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
+        if self.inner.kind != "before":
+            raise SpecKVError(
+                f"policy {self.policy!r} stops inside the draft, so that the chance of what {self.name} would play "
+                "can't be known; name one that decides before the step"
+            )
+        super().fit(traces, costs, seed)
+        self.memory = self.new_memory() | self.inner.memory
+        return self
+
+    def new_memory(self) -> Memory:
+        return super().new_memory() | {"explore.draws": np.zeros((), dtype=np.int64)}
+
+    def new_state(self, rows: int) -> State:
+        return super().new_state(rows) | {"explore.propensity": np.ones(rows)}
+
+    def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
+        wanted = np.broadcast_to(np.asarray(super().choose_gamma(features, state), dtype=np.int64), features.rows)
+        random = np.random.default_rng([self.random_state, int(self.memory["explore.draws"])])
+        self.memory["explore.draws"] = self.memory["explore.draws"] + 1
+        lots = random.integers(self.largest + 1, size=features.rows)
+        chosen = np.where(random.random(features.rows) < self.epsilon, lots, wanted)
+        by_lot = np.where(chosen <= self.largest, self.epsilon / (self.largest + 1), 0.0)
+        state["explore.propensity"] = by_lot + np.where(chosen == wanted, 1 - self.epsilon, 0.0)
+        return chosen
+
+    def propensity(self, state: State) -> npt.ArrayLike:
+        return state["explore.propensity"]
+
+
 class OffSwitch(_Wrapper):
     """Another policy, switched off while it is slower than decoding without speculation, and tried again later.
 

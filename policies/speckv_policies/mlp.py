@@ -7,6 +7,8 @@ import numpy.typing as npt
 
 from speckv import CostModel, Features, Policy, Rollouts, State, replay
 from speckv.features import FloatArray
+from speckv.runtime.models import Inputs, Network
+from speckv.runtime.programs import Choice, Program
 from speckv.tuning import settle_rate, step_seconds
 from speckv_policies.fixed import Fixed
 from speckv_policies.parameters import check_count
@@ -123,6 +125,19 @@ class Mlp(AcceptancePredictor):
             code = features["compression"].astype(np.int64)
             value = value - self.fitted["rate"][code, None] * self.fitted["seconds"][code]
         return value
+
+    def program(self) -> Program:
+        # One network for all gammas: each has the hidden layer for itself, with its own bias.
+        (*hidden, by_gamma), gammas = self.fitted["hidden"], np.array(self.gammas, dtype=float)
+        weights = np.tile(hidden, len(gammas)), np.kron(np.eye(len(gammas)), self.fitted["out"][:, None])
+        biases = (
+            (self.fitted["hidden_bias"] + np.outer(gammas, by_gamma)).ravel(),
+            np.repeat(self.fitted["out_bias"], len(gammas)),
+        )
+        model = Network(Inputs(SIGNALS, ("none",) * len(SIGNALS)), weights, biases, "relu", output="unit")
+        # The rate is 0 where tokens alone count.
+        offset = 1 - self.fitted["rate"][:, None] * self.fitted["seconds"]
+        return Program(Choice(np.array(self.gammas), model, scale=gammas, offset=offset))
 
 
 class MlpThroughput(Mlp):

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from speckv import CostModel, Features, Outcome, Policy, Rollouts, State
 from speckv.compression import COMPRESSIONS
 from speckv.features import BoolArray, FloatArray
+from speckv.runtime.programs import Program, Table, Threshold
 from speckv.tuning import fastest_by_compression
 from speckv_policies.parameters import check_count, check_order, check_range
 
@@ -63,6 +64,9 @@ class Confidence(Policy):
 
     def keep_drafting(self, features: Features, state: State) -> npt.ArrayLike:
         return features["draft_probability"] >= self.fitted["threshold"][features["compression"].astype(np.int64)]
+
+    def program(self) -> Program:
+        return Program(Table(self.fitted["cap"]), Threshold("draft_probability", self.fitted["threshold"]))
 
 
 class AdaptiveConfidence(Policy):
@@ -195,6 +199,11 @@ class MinimumProbability(Policy):
     def draw_token(self, features: Features, state: State) -> npt.ArrayLike:
         return (features["draft_top1"] >= self.p_min) | (features["draft_index"] <= self.n_min)
 
+    def program(self) -> Program:
+        return Program(
+            Table(_same(self.n_max)), Threshold("draft_top1", _same(self.p_min), drawn=False, least=self.n_min)
+        )
+
 
 class Kangaroo(Policy):
     """Stops behind a token whose distribution had a top probability below a threshold.
@@ -219,6 +228,9 @@ class Kangaroo(Policy):
 
     def keep_drafting(self, features: Features, state: State) -> npt.ArrayLike:
         return features["draft_top1"] >= self.threshold
+
+    def program(self) -> Program:
+        return Program(Table(_same(self.cap)), Threshold("draft_top1", _same(self.threshold)))
 
 
 class Svip(Policy):
@@ -247,6 +259,10 @@ class Svip(Policy):
 
     def keep_drafting(self, features: Features, state: State) -> npt.ArrayLike:
         return np.sqrt(self.scale * features["draft_entropy"]) <= self.threshold
+
+    def program(self) -> Program:
+        most = self.threshold**2 / self.scale if self.scale else np.inf
+        return Program(Table(_same(self.cap)), Threshold("draft_entropy", _same(most), above=False))
 
 
 class _Steered(Policy):
@@ -373,3 +389,8 @@ class AdaEdl(_Steered):
 
     def observe(self, outcome: Outcome, state: State) -> None:
         self._steer(outcome, state, hold=np.zeros(len(outcome.drafted), dtype=bool))
+
+
+def _same(value: float) -> FloatArray:
+    """One value for every compression."""
+    return np.full(len(COMPRESSIONS), value, dtype=float)

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from speckv import Features, Memory, Outcome, Policy, State
 from speckv.compression import COMPRESSIONS
+from speckv.runtime.programs import Additive, Program
 from speckv_policies.parameters import check_count, check_order, check_range
 
 
@@ -44,6 +45,9 @@ class Heuristic(Policy):
         gamma = outcome.drafted  # what the host had room for, so that the schedule does not run ahead of it
         moved = np.where(outcome.accepted == outcome.drafted, gamma + self.up, np.maximum(gamma - self.down, 1))
         state["gamma"] = np.minimum(moved, self.largest)
+
+    def program(self) -> Program:
+        return Program(Additive(self.start, self.up, self.down, smallest=1, largest=self.largest))
 
 
 class GammaTune(Policy):

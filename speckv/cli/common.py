@@ -1,0 +1,83 @@
+"""What the commands share: options, the console, and errors of one line."""
+
+import contextlib
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from speckv.errors import SpecKVError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FOLDER = click.Path(path_type=pathlib.Path, file_okay=False)
+TRACES = click.option(
+    "--traces", "traces_path", type=FOLDER, help="Trace folder.  [default: the recording that ships with speckv]"
+)
+COSTS = click.option(
+    "--costs", "costs_name", help="Cost model: a file or a name.  [default: the first that ships with speckv]"
+)
+
+
+def must_be_new(out: pathlib.Path) -> None:
+    """Raise SpecKVError if there is such a file: what a command writes must not cost another."""
+    if out.exists():
+        raise SpecKVError(f"{out}: exists already; choose another file")
+
+
+class CommandGroup(click.Group):
+    """A group whose commands end with one line and exit code 2 on every error that a user can cause.
+
+    Besides its own commands it has those of plugins, which are looked at for `--help` and for unknown names only.
+    """
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, cmd_name) or _outside_commands().get(cmd_name)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *_outside_commands()])
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _one_line_errors():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _one_line_errors():
+            return super().invoke(ctx)
+
+
+def _outside_commands() -> dict[str, click.Command]:
+    from speckv.plugins import outside_entry_points, registry
+
+    if not outside_entry_points():  # the usual case, and a quick one
+        return {}
+    return {name: entry.value for name, entry in registry().commands.items() if not entry.plugin.built_in}
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except click.exceptions.NoArgsIsHelpError:
+        raise  # a group without a command: click shows its help
+    except click.UsageError as error:
+        click.echo(f"speckv: error: {' '.join(error.format_message().split())}", err=True)
+        sys.exit(2)
+    except SpecKVError as error:
+        click.echo(f"speckv: error: {error}", err=True)
+        sys.exit(2)
+    except Exception as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for this
+            raise
+        click.echo("speckv: error: the device has not enough memory; decode less at once, or compress more", err=True)
+        sys.exit(2)
+
+
+def make_console() -> "Console":
+    """Where tables are printed: as wide as the terminal, or 120 characters where there is none."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 120)

@@ -1,0 +1,144 @@
+"""`speckv compare`: the leaderboard."""
+
+import os
+import pathlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from speckv.cli.common import TRACES, make_console
+from speckv.errors import SpecKVError
+
+if TYPE_CHECKING:
+    from speckv.comparison import HoldOut
+
+
+@click.command()
+@TRACES
+@click.option(
+    "--costs",
+    "cost_names",
+    multiple=True,
+    help="Cost model, a file or a name, may be repeated.  [default: those that ship with speckv]",
+)
+@click.option(
+    "--policy",
+    "policy_specs",
+    multiple=True,
+    help="NAME or NAME:PARAMETER=VALUE,…, may be repeated.  [default: all]  Baselines and bounds always join.",
+)
+@click.option("--train", is_flag=True, help="Let those join by default, too, that train for a while in every fold.")
+@click.option("--folds", default=5, show_default=True, type=click.IntRange(2))
+@click.option(
+    "--hold-out",
+    type=click.Choice(["prompt", "task"]),
+    default="prompt",
+    show_default=True,
+    help="What to hold out at once: prompts, in folds that mix the tasks, or all prompts of a task.",
+)
+@click.option("--against", default="best-fixed", show_default=True, help="The policy that gains are measured from.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
+@click.option("--json", "json_path", type=click.Path(path_type=pathlib.Path, dir_okay=False), help="Write all cells.")
+@click.option("--plot", "plot_path", type=click.Path(path_type=pathlib.Path, dir_okay=False), help="PNG, SVG or PDF.")
+def compare(
+    traces_path: pathlib.Path | None,
+    cost_names: tuple[str, ...],
+    policy_specs: tuple[str, ...],
+    train: bool,
+    folds: int,
+    hold_out: "HoldOut",
+    against: str,
+    seed: int,
+    json_path: pathlib.Path | None,
+    plot_path: pathlib.Path | None,
+) -> None:
+    """Replay policies on held-out prompts and rank them in tokens per second."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from speckv import tables
+    from speckv.comparison import compare as compare_policies
+    from speckv.files import write_json
+    from speckv.plugins import load_costs
+    from speckv.report import plots
+    from speckv.shipped import shipped_costs, shipped_traces
+    from speckv.traces import TraceDataset
+
+    if plot_path is not None:
+        plots.check_picture(plot_path)
+    traces = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
+    policies = _policies(policy_specs, traces.gamma_max, train)
+    costs = [load_costs(name) for name in cost_names] or shipped_costs()
+    if twice := [model.name for model in costs if [m.name for m in costs].count(model.name) > 1]:
+        raise SpecKVError(f"two of the cost models are called {twice[0]!r}; rename one")
+    console = make_console()
+    with Progress(
+        TextColumn("comparing"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as progress:
+        bar = progress.add_task("")
+        result = compare_policies(
+            policies, traces, costs, folds, seed, os.cpu_count() or 1,
+            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            hold_out=hold_out, against=against,
+        )  # fmt: skip
+    for model in costs:
+        compressions = sorted(set(traces.compressions.tolist()))
+        for compression in compressions if len(compressions) == 1 else [*compressions, "all"]:
+            console.print(tables.leaderboard(result, model.name, compression))
+    console.print(tables.LEGEND, style="dim")
+    if len(costs) > 1:
+        console.print(tables.what_if(result))
+        console.print(tables.WHAT_IF, style="dim")
+    for model in costs:
+        console.print(
+            f"costs of {model.name}: {model.provenance.get('source', 'unknown')}", style="dim", highlight=False
+        )
+    if timed := result.settings["decision_times_measured_here"]:
+        console.print(f"decision times measured in this run: {', '.join(timed)}", style="dim", highlight=False)
+    if json_path is not None:
+        write_json(json_path, result.to_json())
+    if plot_path is not None:
+        plots.save_figure(plots.leaderboard(result), plot_path)
+
+
+def _policies(specs: tuple[str, ...], gamma_max: int, train: bool) -> list[Any]:
+    """The policies that a user asked for (by default all that can play), and the baselines and bounds of every
+    comparison."""
+    from speckv.comparison import REQUIRED
+    from speckv.plugins import make_policy, registry
+
+    if gamma_max < 4:
+        raise SpecKVError(f"the recording goes up to gamma {gamma_max}; a comparison needs 4, for its baseline fixed-4")
+    wanted = [make_policy(spec) for spec in (specs or registry().policies)]
+    if not specs:
+        left_out: dict[str, list[str]] = {}
+        for policy in list(wanted):
+            if (reason := _unfit(policy, gamma_max, train)) is not None:
+                wanted.remove(policy)
+                left_out.setdefault(reason, []).append(policy.label)
+        for reason, names in left_out.items():
+            click.echo(f"speckv: left out: {', '.join(names)}: {reason}", err=True)
+    labels = {policy.label for policy in wanted}
+    required = [make_policy("fixed:gamma=4" if name == "fixed-4" else name) for name in REQUIRED]
+    return wanted + [policy for policy in required if policy.label not in labels]
+
+
+def _unfit(policy: Any, gamma_max: int, train: bool) -> str | None:
+    """Why a policy does not join a comparison by itself, None if it does."""
+    from speckv.training import TrainedPolicy
+
+    if policy.required_gamma > gamma_max:
+        return f"needs a recording up to gamma {policy.required_gamma}"
+    if policy.explores:
+        return "draws lots for the sake of a log; ask for it by name"
+    # Whether they join must not hang on what is installed: p values depend on how many do.
+    if isinstance(policy, TrainedPolicy) and not train:
+        return "trains for a while in every fold; ask for it with --train or by name"
+    reason: str | None = policy.untrainable
+    return reason
