@@ -17,7 +17,7 @@ from speckv.errors import SpecKVError
 from speckv.features import FloatArray, IntArray
 from speckv.files import check_version, read_json
 from speckv.policy import Clairvoyant, Policy
-from speckv.replaying import Replay, measure_controller, replay
+from speckv.replaying import Replay, known_controller, measure_controller, replay
 from speckv.traces import Rollouts, TraceDataset
 
 BASELINE = "best-fixed"
@@ -250,8 +250,9 @@ def compare(
         raise SpecKVError(f"there is no {against!r} in the comparison to compare with; add it to the policies")
     fold_of = folds_of(traces, folds, seed, hold_out)
     folds = int(fold_of.max()) + 1
-    costs, timed_here = _with_decision_times(policies, traces, costs)
-    tasks = [(model, policy) for model in costs for policy in policies]
+    timed = {policy.label: with_decision_times(policy, traces, costs) for policy in policies}
+    timed_here = sorted(label for label, models in timed.items() if models != list(costs))
+    tasks = [(timed[policy.label][number], policy) for number in range(len(costs)) for policy in policies]
     work = joblib.Parallel(n_jobs=jobs, return_as="generator")(
         joblib.delayed(_held_out)(policy, traces, model, fold_of, folds, seed) for model, policy in tasks
     )
@@ -323,21 +324,18 @@ def folds_of(traces: Rollouts, folds: int, seed: int, hold_out: HoldOut = "promp
     return fold_of_prompt[prompt_of]
 
 
-def _with_decision_times(
-    policies: Sequence[Policy], traces: Rollouts, costs: Sequence[CostModel]
-) -> tuple[list[CostModel], list[str]]:
-    """The cost models, each with the decision times of all policies, and the names of those that were measured here
-    because a model lacks them."""
-    unknown = {
-        policy.name: policy
-        for policy in policies
-        if not isinstance(policy, Clairvoyant) and any(policy.name not in model.controller for model in costs)
-    }
-    measured = {}
-    for name, policy in unknown.items():
-        with naming(policy):
-            measured[name] = measure_controller(copy.deepcopy(policy).forget().fit(traces, costs[0]), traces, costs[0])
-    return [replace(model, controller=measured | model.controller) for model in costs], sorted(measured)
+def with_decision_times(policy: Policy, traces: Rollouts, costs: Sequence[CostModel]) -> list[CostModel]:
+    """The cost models with the decision times of this very policy: where one does not know them, they are measured
+    here, with a copy that is fitted on `traces`."""
+    known = [known_controller(policy, model) for model in costs]
+    if isinstance(policy, Clairvoyant) or None not in known:
+        return list(costs)
+    with naming(policy):
+        measured = measure_controller(copy.deepcopy(policy).forget().fit(traces, costs[0]), traces, costs[0])
+    return [
+        replace(model, controller=model.controller | {policy.name: times or measured})
+        for model, times in zip(costs, known, strict=True)
+    ]
 
 
 def _held_out(policy: Policy, traces: Rollouts, costs: CostModel, fold_of: IntArray, folds: int, seed: int) -> _Tally:

@@ -2,7 +2,7 @@
 
 import pathlib
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,11 @@ from speckv.compression import check_compression
 from speckv.errors import SpecKVError
 from speckv.files import check_version, read_json, write_json
 
+if TYPE_CHECKING:
+    from speckv.steplogs import StepLog
+
+#: Steps that a gamma is counted besides as lying on the line: few tell little of what it takes.
+_ON_THE_LINE = 5
 FORMAT = "speckv-costs"
 SCHEMA_VERSION = 1
 
@@ -98,6 +103,10 @@ class CostModel:
     overhead: float = 0.0
     controller: dict[str, tuple[float, float]] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
+
+    def plain_rate(self, compression: str, context: int) -> float:
+        """Tokens a second of decoding without speculation. Raises SpecKVError if `compression` was not measured."""
+        return float(1 / (self.verify_of(compression).at(1, context) + self.overhead))
 
     def verify_of(self, compression: str) -> Timings:
         """Timings of the target at `compression`. Raises SpecKVError if they were not measured."""
@@ -219,48 +228,138 @@ def fit_costs(path: str | pathlib.Path, name: str, source: str, alias: dict[str,
         raise SpecKVError(f"{path}: not a readable CSV file ({error})") from None
     if missing := {"compression", "gamma", "num_steps", "elapsed_sec"} - set(rows[0] if rows else {}):
         raise SpecKVError(f"{path}: the column {sorted(missing)[0]} is missing; expected one row a timed run")
-    names = sorted({check_compression(row["compression"] or "") for row in rows})
-    inputs, seconds = np.zeros((len(rows), 1 + len(names))), np.zeros(len(rows))
+    runs = np.zeros((len(rows), 3))
     for number, row in enumerate(rows):
         try:
-            steps = float(row["num_steps"])
-            inputs[number, 0] = steps * float(row["gamma"])
-            inputs[number, 1 + names.index(row["compression"])] = steps
-            seconds[number] = float(row["elapsed_sec"])
-            if not (np.isfinite(inputs[number]).all() and 0 < seconds[number] < np.inf and steps > 0):
+            runs[number] = [float(row[name]) for name in ("gamma", "num_steps", "elapsed_sec")]
+            if not (np.isfinite(runs[number]).all() and runs[number, 1:].min() > 0):
                 raise ValueError("its numbers must be finite, and steps and seconds above 0")
         except (TypeError, ValueError) as error:
             raise SpecKVError(f"{path}: row {number + 2}: {error}; mend or remove that row") from None
+    gamma, steps, seconds = runs.T
+    compression = np.array([check_compression(row["compression"] or "") for row in rows])
+    timed = _Timed(compression, gamma, steps, seconds, None, np.arange(len(rows)))
+    return timed.fit(path, name, source, "runs", alias)
 
-    def solve(rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-        return np.asarray(np.linalg.lstsq(inputs[rows], seconds[rows], rcond=None)[0])
 
-    draft, *verify = (float(value) for value in solve(np.ones(len(rows), dtype=bool)))
-    if min(draft, *verify) <= 0:
-        raise SpecKVError(
-            f"{path}: the fit gives a forward that takes no time; play several gammas at each compression"
-        )
-    predicted = np.zeros(len(rows))
-    for fold in range(5):
-        held_out = np.arange(len(rows)) % 5 == fold
-        predicted[held_out] = inputs[held_out] @ solve(~held_out)
+def fit_costs_to_log(
+    log: "StepLog", name: str, source: str, alias: dict[str, str] | None = None, where: object = "the step log"
+) -> CostModel:
+    """Fit a cost model to the seconds of logged steps.
 
-    def flat(value: float) -> Timings:
-        return Timings(np.array([1]), np.array([0]), np.array([[value]]))
+    Least squares on seconds = gamma * draft + verify of the compression, each linear in the context length if the log
+    has the signal `context_length`; then verify takes what is left on average at each gamma, so that a staircase stays.
+    What verify takes for each further token can't be told from what a draft forward takes: the straight part of it is
+    counted with the draft. The policy's own time is in verify.
 
-    timings = {compression: flat(value) for compression, value in zip(names, verify, strict=True)}
-    for other, timed in (alias or {}).items():
-        if timed not in timings:
-            raise SpecKVError(f"{path}: {timed} was not timed, so it can't stand in for {other}")
-        timings[other] = timings[timed]
-    provenance = {
-        "source": source,
-        "fit": "least squares on seconds = steps * (gamma * draft + verify), flat in tokens and context",
-        "stand_ins": alias or {},
-        "held_out": {
-            "runs": len(rows),
-            "median_relative_error": float(np.median(np.abs(predicted - seconds) / seconds)),
-            "total_ratio": float(predicted.sum() / seconds.sum()),
-        },
-    }
-    return CostModel(name, flat(draft), timings, provenance=provenance)
+    Args:
+        log: with `seconds` and `compression`; steps that lack one of them are left aside.
+        name, source, alias: as of `fit_costs`.
+        where: what to call the log in messages.
+
+    Raises:
+        SpecKVError: no step has seconds and compression, or the fit gives a time that is not positive.
+    """
+    if log.seconds is None or log.compression is None:
+        raise SpecKVError(f"{where}: has no {'seconds' if log.seconds is None else 'compression'}; log it as well")
+    context = log.signals.get("context_length")
+    used = ~np.isnan(log.seconds) & (log.compression != "")
+    if context is not None:
+        used &= ~np.isnan(context)
+    if not used.any():
+        raise SpecKVError(f"{where}: no step has its seconds, its compression and its context; log them as well")
+    _, sequence = np.unique(log.sequence[used], return_inverse=True)
+    timed = _Timed(
+        log.compression[used], log.gamma[used].astype(float), np.ones(int(used.sum())), log.seconds[used],
+        None if context is None else context[used], sequence,
+    )  # fmt: skip
+    return timed.fit(where, name, source, "steps", alias, stairs=True)
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Timed runs of one gamma each.
+
+    Attributes:
+        compression, gamma, steps, seconds: (n,) of each run.
+        context: (n,) tokens in front of its only step, None for runs of many.
+        group: (n,) codes; what is held out together. Rows of a single group are held out one by one.
+    """
+
+    compression: npt.NDArray[np.str_]
+    gamma: npt.NDArray[np.float64]
+    steps: npt.NDArray[np.float64]
+    seconds: npt.NDArray[np.float64]
+    context: npt.NDArray[np.float64] | None
+    group: npt.NDArray[np.int64]
+
+    def fit(
+        self, where: object, name: str, source: str, unit: str, alias: dict[str, str] | None, stairs: bool = False
+    ) -> CostModel:
+        names = np.unique(self.compression)
+        ends = np.zeros(1) if self.context is None else np.unique([self.context.min(), self.context.max()])
+        inputs = self._inputs(names, ends)
+        gammas, stair = np.unique(self.gamma if stairs else np.zeros(len(inputs)), return_inverse=True)
+        cell = np.searchsorted(names, self.compression) * len(gammas) + stair
+
+        def solve(rows: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+            """Seconds of the forwards, and what a step takes besides in each cell of compression and gamma."""
+            straight = np.asarray(np.linalg.lstsq(inputs[rows], self.seconds[rows], rcond=None)[0])
+            left = self.seconds[rows] - inputs[rows] @ straight
+            size = len(names) * len(gammas)
+            sums, counts = (np.bincount(cell[rows], weights, size) for weights in (left, self.steps[rows]))
+            return straight, sums / (counts + _ON_THE_LINE) * stairs
+
+        straight, steps = solve(np.ones(len(inputs), dtype=bool))
+        draft, *level = straight.reshape(1 + len(names), len(ends))
+        tables = np.array(level)[:, None] + steps.reshape(len(names), len(gammas))[:, :, None]
+        if np.linalg.matrix_rank(inputs) < inputs.shape[1] or min(draft.min(), tables.min()) <= 0:
+            raise SpecKVError(
+                f"{where}: the fit can't tell what a draft and a verify take; play several gammas at each compression"
+            )
+        predicted = np.zeros(len(inputs))
+        group = self.group if len(np.unique(self.group)) > 1 else np.arange(len(inputs))
+        for fold in range(5):
+            held_out = group % 5 == fold
+            straight, steps = solve(~held_out)
+            predicted[held_out] = inputs[held_out] @ straight + (self.steps * steps[cell])[held_out]
+        contexts = ends.astype(np.int64)
+        timings = {
+            str(name): _from_one(gammas.astype(np.int64) + 1, contexts, table)
+            for name, table in zip(names, tables, strict=True)
+        }
+        for other, timed in (alias or {}).items():
+            if timed not in timings:
+                raise SpecKVError(f"{where}: {timed} was not timed, so it can't stand in for {other}")
+            timings[other] = timings[timed]
+        tokens, context = "as logged" if stairs else "flat", "flat" if len(ends) == 1 else "linear"
+        linear = "flat in tokens and context" if tokens == context else f"{tokens} in tokens, {context} in context"
+        provenance = {
+            "source": source,
+            "fit": f"least squares on seconds = steps * (gamma * draft + verify), {linear}",
+            "stand_ins": alias or {},
+            "held_out": {
+                unit: len(inputs),
+                "median_relative_error": float(np.median(np.abs(predicted - self.seconds) / self.seconds)),
+                "total_ratio": float(predicted.sum() / self.seconds.sum()),
+            },
+        }
+        return CostModel(name, _from_one(np.array([1]), contexts, draft[None]), timings, provenance=provenance)
+
+    def _inputs(self, names: npt.NDArray[np.str_], ends: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """(n, (1 + compressions) * ends) steps by what takes the time: the coefficients are seconds at the `ends`."""
+        near = np.ones((len(self.steps), 1))
+        if self.context is not None and len(ends) == 2:
+            share = (self.context - ends[0]) / (ends[1] - ends[0])
+            near = np.column_stack([1 - share, share])
+        kinds = np.column_stack([self.gamma, self.compression[:, None] == names])
+        return np.asarray((self.steps[:, None, None] * kinds[:, :, None] * near[:, None, :]).reshape(len(near), -1))
+
+
+def _from_one(
+    tokens: npt.NDArray[np.int64], contexts: npt.NDArray[np.int64], seconds: npt.NDArray[np.float64]
+) -> Timings:
+    """Timings from one token on: below the least that was timed its seconds hold."""
+    if tokens[0] > 1:
+        tokens, seconds = np.append(1, tokens), np.vstack([seconds[:1], seconds])
+    return Timings(tokens, contexts, seconds)

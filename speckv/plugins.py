@@ -187,7 +187,7 @@ def registry() -> Registry:
     found = Registry()
     for plugin, load in _plugins():
         try:
-            added = _collect(plugin, load, found)
+            added = collect(plugin, load, found)
         except (Exception, SystemExit) as error:  # whatever an outsider's module raises must not stop the host
             if plugin.built_in:
                 raise
@@ -220,7 +220,7 @@ def outside_entry_points() -> list[importlib.metadata.EntryPoint]:
     )
 
 
-def _collect(plugin: Plugin, load: Callable[[], object], known: Registry) -> Registry:
+def collect(plugin: Plugin, load: Callable[[], object], known: Registry) -> Registry:
     """What one plugin registers. It has a plugin manager of its own, so that it fails on its own."""
     manager = pluggy.PluginManager("speckv")
     manager.add_hookspecs(hookspecs)

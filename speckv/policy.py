@@ -122,9 +122,10 @@ class Policy:
         return np.iinfo(np.int64).max
 
     def propensity(self, state: State) -> npt.ArrayLike:
-        """The chance with which the last `choose_gamma` chose what it did, (n,); 1 for a policy that draws no lots.
+        """The chance with which the last `choose_gamma` chose what it did, (n,); NaN where it is not known.
 
-        Hosts log it, so that the log can tell what another policy would have been worth.
+        It is 1 for a policy that draws no lots. Hosts log it, so that the log can tell what another policy would have
+        been worth: a wrong one makes that wrong, too.
         """
         return 1.0
 
@@ -160,9 +161,8 @@ class Policy:
     @property
     def label(self) -> str:
         """How tables and the command line call this instance: its name, and the parameters that are not the default."""
-        defaults = {name: parameter.default for name, parameter in inspect.signature(type(self)).parameters.items()}
-        changed = {name: value for name, value in self.get_params().items() if value != defaults[name]}
-        return ":".join(filter(None, [self.name, ",".join(f"{name}={value}" for name, value in changed.items())]))
+        changed = ",".join(f"{name}={value}" for name, value in self.changed_params.items())
+        return ":".join(filter(None, [self.name, changed]))
 
     @property
     def required_gamma(self) -> int:
@@ -206,6 +206,12 @@ class Policy:
     def get_params(self) -> dict[str, Any]:
         """The constructor's arguments."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    @property
+    def changed_params(self) -> dict[str, Any]:
+        """Those of the constructor's arguments that are not the default."""
+        defaults = {name: parameter.default for name, parameter in inspect.signature(type(self)).parameters.items()}
+        return {name: value for name, value in self.get_params().items() if value != defaults[name]}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.get_params().items())})"

@@ -329,6 +329,12 @@ class _Run:
         return ask(self.policy, method, features, self.state, rows)
 
 
+def known_controller(policy: Policy, costs: CostModel) -> tuple[float, float] | None:
+    """Seconds of a policy's work once a step and of one decision inside the draft, as far as `costs` knows them: those
+    in there are of default parameters, and with others (more trees, a wider network) a decision takes another time."""
+    return None if policy.changed_params else costs.controller.get(policy.name)
+
+
 def measure_controller(policy: Policy, traces: Rollouts, costs: CostModel) -> tuple[float, float]:
     """Median seconds of a policy's work once a step, observing included, and of one decision inside the draft.
 

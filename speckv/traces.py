@@ -321,7 +321,7 @@ def _read_shard(path: pathlib.Path) -> Iterator[Rollout]:
         raise SpecKVError(f"{path}: cannot be read to its end ({reason}); delete it and record again") from None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rollouts:
     """Recorded sequences as dense arrays: S sequences, at most T positions, G = gamma_max.
 
@@ -446,3 +446,13 @@ class Rollouts:
             return value
         off = (self.off_tokens if ids else self.off_signals[name])[rows, position, np.maximum(behind, 0)]
         return np.asarray(np.where(behind < 0, value, off), dtype=np.float32)
+
+
+def arrays_of(traces: Rollouts) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """All arrays of a recording, by name."""
+    for item in fields(traces):
+        value = getattr(traces, item.name)
+        if isinstance(value, np.ndarray):
+            yield item.name, value
+        elif isinstance(value, dict):
+            yield from ((f"{item.name} {name}", array) for name, array in value.items())

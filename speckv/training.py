@@ -14,7 +14,7 @@ from speckv.costs import CostModel
 from speckv.errors import SpecKVError
 from speckv.files import write_atomically
 from speckv.policy import Policy
-from speckv.traces import Rollouts
+from speckv.traces import Rollouts, arrays_of
 
 FORMAT = "speckv-checkpoint"
 
@@ -69,6 +69,8 @@ class Watch:
             kept, facts = json.loads(metadata["training"]), json.loads(metadata["facts"])
             if metadata["format"] != FORMAT:
                 raise ValueError(f"its format is {metadata['format']}")
+            if not (isinstance(kept, dict) and isinstance(facts, dict)):
+                raise ValueError("its facts are no JSON object")
         except (KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
             raise SpecKVError(f"{self.checkpoint}: is not a checkpoint ({error}); remove it, and start anew") from None
         if other := [name for name in training if kept.get(name) != training[name]]:
@@ -114,8 +116,9 @@ class TrainedPolicy(Policy):
 def identify(policy: Policy, traces: Rollouts, costs: CostModel, seed: int) -> dict[str, str]:
     """What a training depends on. Two that agree in it come to the same policy."""
     recording = hashlib.sha256()
-    for array in (traces.ids, traces.compressions, traces.tokens, traces.draft_tokens):
-        recording.update(np.ascontiguousarray(array).tobytes())
+    for name, array in arrays_of(traces):
+        recording.update(f"{name} {array.shape} {array.dtype}".encode())
+        recording.update(array.tobytes())
     timings = json.dumps(
         [costs.overhead, costs.draft.to_json(), {name: t.to_json() for name, t in costs.verify.items()}]
     )
@@ -126,3 +129,13 @@ def identify(policy: Policy, traces: Rollouts, costs: CostModel, seed: int) -> d
         "traces": recording.hexdigest()[:16],
         "costs": hashlib.sha256(timings.encode()).hexdigest()[:16],
     }
+
+
+def fingerprints(traces: Rollouts) -> list[str]:
+    """Of each sequence, by its prompt's name and length and its texts: the same in whatever recording it stands."""
+    marks = []
+    for row, length in enumerate(traces.lengths):
+        about = [str(traces.ids[row]), str(traces.compressions[row]), int(traces.prompt_lengths[row])]
+        texts = [array[row, :length].tolist() for array in (traces.tokens, traces.draft_tokens)]
+        marks.append(hashlib.sha256(json.dumps([about, texts]).encode()).hexdigest()[:16])
+    return marks

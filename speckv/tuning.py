@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import joblib
 import numpy as np
 
-from speckv.comparison import folds_of
+from speckv.comparison import folds_of, naming, with_decision_times
 from speckv.compression import COMPRESSIONS
 from speckv.costs import CostModel
 from speckv.features import BoolArray, FloatArray, IntArray
@@ -77,12 +77,18 @@ def search(
         progress: called with how many fits are done, and how many there are.
 
     Returns:
-        (candidates,) committed tokens a second, the policy's own time included as far as `costs` knows it.
+        (candidates,) committed tokens a second, the policy's own time included; what `costs` does not know of it is
+        measured here.
+
+    Raises:
+        SpecKVError: a candidate fails.
     """
     fold_of = folds_of(traces, folds, seed)
+    timed = [with_decision_times(candidate, traces, [costs])[0] for candidate in candidates]
     tasks = [(number, fold) for number in range(len(candidates)) for fold in range(folds)]
     work = joblib.Parallel(n_jobs=jobs, return_as="generator")(
-        joblib.delayed(_seconds)(candidates[number], traces, costs, fold_of == fold, seed) for number, fold in tasks
+        joblib.delayed(_seconds)(candidates[number], traces, timed[number], fold_of == fold, seed)
+        for number, fold in tasks
     )
     seconds = np.zeros(len(candidates))
     for done, ((number, _), of_fold) in enumerate(zip(tasks, work, strict=True), start=1):
@@ -93,8 +99,9 @@ def search(
 
 def _seconds(policy: Policy, traces: Rollouts, costs: CostModel, held_out: BoolArray, seed: int) -> float:
     """Of the held-out sequences, by a copy of the policy that was fitted on the others."""
-    fitted = copy.deepcopy(policy).forget().fit(traces.take(~held_out), costs, seed)
-    return float(replay(fitted, traces.take(held_out), costs).seconds.sum())
+    with naming(policy):
+        fitted = copy.deepcopy(policy).forget().fit(traces.take(~held_out), costs, seed)
+        return float(replay(fitted, traces.take(held_out), costs).seconds.sum())
 
 
 def settle_rate(policy: Policy, traces: Rollouts, costs: CostModel, rounds: int = 4) -> None:
@@ -109,7 +116,7 @@ def settle_rate(policy: Policy, traces: Rollouts, costs: CostModel, rounds: int 
     rate = np.zeros(len(COMPRESSIONS))
     for code, name in enumerate(COMPRESSIONS):
         if name in costs.verify:
-            rate[code] = 1 / costs.verify[name].at(1, context)
+            rate[code] = costs.plain_rate(name, context)
     best_rate, best = rate.copy(), np.zeros(len(COMPRESSIONS))
     for _ in range(rounds):
         policy.fitted["rate"] = rate

@@ -140,6 +140,7 @@ def make_result(folder: pathlib.Path, matching: bool = True) -> dict[str, Any]:
         "published": published,
         "differences": [{"what": "predictors RF-100 correlation", "published": 0.8, "reproduced": 0.801}],
         "honest": {
+            "in_sample": list(honest.IN_SAMPLE),
             "gamma_8_share": {"SpecKV-fast": 0.9, "SpecKV-accurate": 0.9},
             "judges": [{"judge": "MLP-16", "fitted_on": where} | judge for where in ("all rows", "")],
             "predictors": [{"model": model, "signals": signals, "split_by": by} | score

@@ -2,6 +2,7 @@
 training that is killed goes on."""
 
 import copy
+import dataclasses
 import importlib.util
 import json
 import os
@@ -20,8 +21,10 @@ from speckv.cli import main
 from speckv.errors import SpecKVError
 from speckv.features import Features
 from speckv.plugins import make_policy, register_environments
+from speckv.policy import Policy
 from speckv.replaying import replay
 from speckv.saving import load_policy, save_policy
+from speckv.traces import arrays_of
 from speckv.training import Checkpoint, TrainedPolicy, Watch, identify
 from speckv_policies.agents import Agent, Ltd, PpoStop, best_actions, scaled
 from speckv_policies.fixed import BestFixed, Fixed
@@ -72,6 +75,17 @@ def test_a_learner_solves_identity(algorithm):
     shown = scaled(np.eye(9, dtype=np.float32), nothing, one)
     assert best_actions(network(learner), shown).tolist() == list(range(9))
     assert best_actions(before, shown).tolist() != list(range(9))
+
+
+def test_ppo_learns_as_long_as_it_is_told():
+    from speckv_policies.learning import Lockstep, make_learner
+
+    register_environments()
+    envs = gymnasium.make_vec("speckv/Identity-v0", num_envs=64, autoreset_mode="SameStep")
+    lockstep = Lockstep(envs, list(range(9)), np.zeros(9, np.float32), np.ones(9, np.float32))
+    learner = make_learner("PPO", lockstep, seed=0, steps=400)
+    learner.learn(400, log_interval=10**9)
+    assert 400 <= learner.num_timesteps < 400 + 2 * 64
 
 
 def obvious(right: str):
@@ -276,7 +290,17 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path):
             watch.last(training)
 
 
-@pytest.mark.parametrize("damage", ["cut", "text", "foreign"])
+def test_any_other_array_is_another_recording():
+    before = identify(small("ppo"), TRACES, COSTS, 0)["traces"]
+    for name, array in arrays_of(TRACES):
+        field, _, signal = name.partition(" ")
+        other = array + 1 if array.dtype.kind in "if" else np.char.add(array, "x")
+        value = getattr(TRACES, field) | {signal: other} if signal else other
+        changed = dataclasses.replace(TRACES, **{field: value})
+        assert identify(small("ppo"), changed, COSTS, 0)["traces"] != before, name
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "foreign", "list"])
 def test_a_damaged_checkpoint_is_one_line(damage, tmp_path):
     file = tmp_path / "checkpoint.safetensors"
     Watch(file).keep({}, Checkpoint({"a": np.arange(100)}, {}))
@@ -284,10 +308,12 @@ def test_a_damaged_checkpoint_is_one_line(damage, tmp_path):
         file.write_bytes(file.read_bytes()[:-20])
     elif damage == "text":
         file.write_text("not a checkpoint")
+    elif damage == "list":
+        save_file({"a": np.arange(3)}, file, {"format": "speckv-checkpoint", "training": "[]", "facts": "{}"})
     else:
         save_file({"a": np.arange(3)}, file)
     with pytest.raises(SpecKVError, match="is not a checkpoint") as caught:
-        Watch(file).last({})
+        Watch(file).last({"seed": "0"})
     assert "\n" not in str(caught.value)
 
 
@@ -314,11 +340,17 @@ def test_compare_leaves_out_what_they_cannot_train(monkeypatch):
     from speckv.cli.comparing import _policies
 
     agents = {*BEFORE, *INSIDE}
-    assert agents <= {policy.name for policy in _policies((), 8, True)}
-    assert not agents & {policy.name for policy in _policies((), 8, False)}
+
+    def joining(train):
+        policies, left_out = _policies((), 8, train)
+        names = {policy.name for policy in policies}
+        assert not names & {name for of_reason in left_out.values() for name in of_reason}
+        return names
+
+    agents = {*BEFORE, *INSIDE}
+    assert agents <= joining(train=True) and not agents & joining(train=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    names = {policy.name for policy in _policies((), 8, True)}
-    assert "hazard" in names and not names & agents
+    assert "hazard" in joining(train=True) and not agents & joining(train=True)
 
 
 # The command
@@ -361,10 +393,56 @@ def test_train_fits_what_is_fitted_in_one_go(files, tmp_path):
     assert len(json.loads((tmp_path / "all" / "training.json").read_text())["prompts"]) == 10
     assert load_policy(tmp_path / "all").fitted
     refused(run("train", "fixed", *files, "--out", tmp_path / "x"), "learns nothing")
+    refused(run("train", "perfect-judge", *files, "--out", tmp_path / "x"), "is a bound")
+    refused(run("train", "explore", *files, "--out", tmp_path / "x"), "draws lots for the sake of a log")
+    (tmp_path / "file").touch()
+    refused(run("train", "confidence", *files, "--out", tmp_path / "file" / "x"), "cannot be written")
     refused(run("train", "confidence", *files, "--out", tmp_path / "x", "--steps", 5), "in one go")
     refused(run("train", "confidence", *files, "--out", tmp_path / "x", "--log-dir", tmp_path / "logs"), "in one go")
     refused(run("train", "ppo", *files, "--out", tmp_path / "x", "--resume"), "no training to go on with")
     assert not (tmp_path / "x").exists()
+
+
+def test_what_fails_in_training_is_one_line(files, tmp_path, monkeypatch):
+    def fit(*_):
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr("speckv_policies.hazard.Hazard.fit", fit)
+    message = "policy 'hazard' fails: ZeroDivisionError: oops"
+    refused(run("train", "hazard", *files, "--out", tmp_path / "x"), message)
+    refused(run("tune", "hazard", "--grid", "regularisation=1", *files), message)
+
+
+class Warm(Policy):
+    """Plays what it remembers, and remembers from its training what to play."""
+
+    name = "warm"
+
+    def new_memory(self):
+        return {"gamma": np.zeros(1), "steps": np.zeros(1)}
+
+    def fit(self, traces, costs, seed=0):
+        self.fitted = {"gamma": np.full(1, 3.0)}
+        self.memory = {"gamma": np.full(1, 3.0), "steps": np.zeros(1)}
+        return self
+
+    def choose_gamma(self, features, state):
+        return int(self.memory["gamma"][0])
+
+    def observe(self, outcome, state):
+        self.memory["steps"] += 1
+
+
+def test_train_plays_from_the_memory_that_the_fit_left(capsys):
+    from speckv.cli.training import _report
+
+    policy, costs = Warm().fit(TRACES, COSTS), make_costs(draft=0.02, controller={"warm": (0, 0), "best-fixed": (0, 0)})
+    _report(policy, TRACES, TRACES, costs)
+    told = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+    run = replay(Fixed(3), TRACES, costs)
+    of_each = [TRACES.compressions == name for name in np.unique(TRACES.compressions)]
+    expected = [run.tokens[mine].sum() / run.sequence_seconds[mine].sum() for mine in of_each]
+    assert told == pytest.approx(expected, rel=0.01) and policy.memory["steps"] == 0
 
 
 @pytest.mark.slow

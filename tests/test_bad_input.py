@@ -60,8 +60,8 @@ def refuse(folder: pathlib.Path, *command: object) -> str:
 
 
 def compare(place: pathlib.Path, *more: object, traces: str = "traces", costs: str = "costs.json") -> list[object]:
-    return ["compare", "--traces", place / traces, "--costs", place / costs, "--json", place / "out.json", "--plot",
-            place / "out.png", *more]  # fmt: skip
+    return ["compare", "--traces", place / traces, "--costs", place / costs, "--json", place / "new.json", "--plot",
+            place / "new.png", *more]  # fmt: skip
 
 
 def test_good_input_is_taken(place):
@@ -69,7 +69,19 @@ def test_good_input_is_taken(place):
     command = compare(place, "--policy", "none", "--folds", 2)
     done = CliRunner().invoke(main, [str(part) for part in command])
     assert done.exit_code == 0, done.output
-    assert json.loads((place / "out.json").read_text())["cells"] and (place / "out.png").stat().st_size > 1000
+    assert json.loads((place / "new.json").read_text())["cells"] and (place / "new.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("option", "name"), [("--json", "out.json"), ("--plot", "out.png")])
+def test_a_result_is_not_overwritten(option, name, place):
+    (place / name).write_text("precious")
+    assert f"{name}: exists already" in refuse(place, *compare(place), option, place / name)
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_place_that_can_not_be_written_is_refused_at_once(option, place, monkeypatch):
+    monkeypatch.setattr("speckv.comparison.compare", lambda *arguments, **more: 1 / 0)
+    assert "cannot be written" in refuse(place, *compare(place), option, place / "out.json" / "below" / "x.png")
 
 
 def some_shard(place: pathlib.Path) -> pathlib.Path:
@@ -306,6 +318,24 @@ def test_a_file_where_a_folder_is_needed(place):
         2,
     ]
     assert "cannot be written" in refuse(place, *command, "--json", place / "out.json" / "cells.json")
+
+
+def test_what_can_not_be_written_is_said_first(place):
+    """Before anything is read, and although nothing is lost yet."""
+    (place / "file").write_text("")
+    below, missing = place / "file" / "x", ["--traces", place / "missing"]
+    for command in (
+        ["train", "hazard", *missing, "--out", below],
+        ["tune", "hazard", "--grid", "regularisation=1", *missing, "--out", below],
+        ["compare", *missing, "--json", below],
+        ["compare", *missing, "--plot", below.with_suffix(".png")],
+        ["traces", "to-steps", *missing, "--policy", "none", "--out", below],
+    ):
+        assert f"{command[-1]}: cannot be written" in refuse(place, *command)
+    for option in ("--json", "--plot"):
+        taken = place / "taken.png"
+        taken.write_text("")
+        assert f"{taken}: exists already" in refuse(place, "compare", *missing, option, taken)
 
 
 def record(place: pathlib.Path, prompts: str, compression: str = "bf16") -> list[object]:

@@ -266,8 +266,9 @@ def test_exp3_by_hand(feedback):
     np.testing.assert_allclose([drawn.count(gamma) / 4000 for gamma in GAMMAS], chance, atol=0.03)
     # gamma 2 is told of by gamma 2 alone, or by 2 and 5.
     seen = chance if feedback == "bandit" else [1.0, chance[1] + chance[2], chance[2]]
-    np.testing.assert_allclose(state["chance"][0], seen)
+    np.testing.assert_allclose(state["chance"][0], chance)
     state["arm"][:] = 1
+    np.testing.assert_allclose(policy.propensity(state), [chance[1]])
     tell(policy, state, 2, 1, 1.6)
     _, paid, _, _ = policy._estimates(np.array([BF16]))
     expected = [-1.0, 0.0, -0.5]
@@ -280,11 +281,24 @@ def test_exp3_learns_nothing_from_what_it_did_not_draw():
     policy = Exp3(GAMMAS)
     state = policy.new_state(1)
     for gamma in GAMMAS:
-        assert choose(policy, state) == gamma
+        assert choose(policy, state) == gamma and policy.propensity(state).tolist() == [1]
         tell(policy, state, gamma, 0, 1.0)
     assert not policy.memory["weights"].any() and np.isfinite(policy.memory["weights"]).all()
     tell(policy, state, choose(policy, state), 0, 2.0)
     assert policy.memory["weights"].any()
+
+
+def test_thompson_does_not_know_its_chances():
+    policy = Thompson(GAMMAS)
+    state = policy.new_state(1)
+    for gamma in GAMMAS:
+        assert choose(policy, state) == gamma and policy.propensity(state).tolist() == [1]
+        tell(policy, state, gamma, 0, 1.0)
+    choose(policy, state)
+    assert np.isnan(policy.propensity(state)).all()
+    greedy = filled(Thompson, exploration=0.0)
+    choose(greedy, state := greedy.new_state(1))
+    assert greedy.propensity(state).tolist() == [1]
 
 
 def iid(chance: float, sequences: int = 40, length: int = 90, gamma_max: int = 8):

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speckv.comparison import REQUIRED, compare, holm
+from speckv.comparison import REQUIRED, compare, holm, with_decision_times
 from speckv.errors import SpecKVError
 from speckv.plugins import make_policy
 from speckv.policy import Policy
-from speckv.replaying import replay
+from speckv.replaying import known_controller, replay
 
 from .synthetic import make_costs, make_rollouts
 
@@ -57,6 +57,9 @@ class Spy(Policy):
     def __init__(self, log):
         super().__init__()
         self.log = log
+
+    def get_params(self):
+        return {}  # so that the costs know its times
 
     def __deepcopy__(self, memo):
         return Spy(self.log)
@@ -253,6 +256,16 @@ def test_decision_times_that_costs_do_not_know_are_measured(traces, costs):
     assert 0 < fixed.decision_us < 1000 and fixed.decision_us != pytest.approx(1e6 * TIMES["fixed"][0])
     bounds = [cell.decision_us for cell in cells if cell.policy in {"oracle", "perfect-judge"}]
     assert bounds == [0.0] * len(bounds)
+
+
+def test_known_decision_times_are_of_default_parameters(costs):
+    assert known_controller(make_policy("fixed"), costs) == TIMES["fixed"]
+    assert known_controller(make_policy("fixed:gamma=2"), costs) is None
+    assert known_controller(make_policy("heuristic"), costs) is None
+    policy, few = make_policy("fixed:gamma=2"), make_rollouts(prompts=2, budget=12)
+    (timed,) = with_decision_times(policy, few, [costs])
+    assert 0 < timed.controller["fixed"][0] < 1e-3 and timed.controller["fixed"] != TIMES["fixed"]
+    assert with_decision_times(make_policy("fixed"), few, [costs]) == [costs]
 
 
 class Raises(Policy):

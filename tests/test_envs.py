@@ -1,9 +1,11 @@
 """The Gymnasium environments replay what `replay` replays, and tell the truth about it."""
 
+import gc
 import os
 import re
 import subprocess
 import sys
+import weakref
 
 import gymnasium
 import numpy as np
@@ -16,6 +18,7 @@ from speckv.compression import COMPRESSIONS
 from speckv.features import FEATURES
 from speckv.observations import BEFORE, TOKEN, Layout
 from speckv.testing.environments import play
+from speckv_envs.recorded import last_drafts
 from speckv_envs.replay import ReplayEnv
 from speckv_envs.stop import ReplayStopEnv
 from speckv_policies.fixed import Fixed
@@ -414,6 +417,17 @@ def test_a_sequence_that_is_none(make, name, sequence):
         make(name).reset(options={"sequence": sequence})
 
 
+@pytest.mark.parametrize("action", [-1, 9])
+def test_an_action_that_is_none(make, make_vec, action):
+    single, several = make("replay").unwrapped, make_vec("replay", 3)
+    single.reset(seed=0)
+    several.reset(seed=0)
+    with pytest.raises(SpecKVError, match=f"the action {action} is not one from 0 to 8"):
+        single.step(action)
+    with pytest.raises(SpecKVError, match=f"the action {action} is not one from 0 to 8"):
+        several.step(np.array([0, action, 1]))
+
+
 def test_a_vector_that_does_not_start_anew_is_refused(make_vec):
     with pytest.raises(ValueError, match="NEXT_STEP or SAME_STEP"):
         make_vec("replay", 2, autoreset_mode=AutoresetMode.DISABLED)
@@ -512,3 +526,15 @@ def test_the_live_one_measures(make):
         make("pair", prompts=[])
     with pytest.raises(SpecKVError, match="gammas must be"):
         make("pair", gammas=[-1])
+
+
+def test_drafts_are_summed_up_once_for_a_recording():
+    traces = make_rollouts(prompts=2, budget=8)
+    table = last_drafts(traces)
+    assert last_drafts(traces) is table
+    other = make_rollouts(prompts=3, budget=8)
+    assert last_drafts(other).shape[1] == other.tokens.size != traces.tokens.size
+    seen = weakref.ref(traces)
+    del traces
+    gc.collect()
+    assert seen() is None, "the table keeps the recording"

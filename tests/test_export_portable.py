@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from speckv import runtime
 from speckv.cli import main
+from speckv.compression import COMPRESSIONS
 from speckv.errors import SpecKVError
 from speckv.exporters.bundle import BundleExporter
 from speckv.exporters.c import _LIBRARY, HEADER, CExporter, _Sequence, make_header
@@ -30,6 +31,8 @@ from speckv.plugins import make_exporter, make_policy, registry
 from speckv.policy import Clairvoyant
 from speckv.replaying import replay
 from speckv.runtime import Bundle
+from speckv.runtime.models import Inputs, Network
+from speckv.runtime.programs import Gate, Program
 from speckv.saving import save_policy
 from speckv.testing import check_exporter
 from speckv.testing.recordings import dense, make_sequences
@@ -125,14 +128,14 @@ def test_these_policies_are_varied(spec):
 @pytest.mark.parametrize("spec", FORMS)
 def test_a_c_host_that_tells_what_it_sees_decodes_as_the_replay(spec, tmp_path):
     policy, (_, costs) = fitted(spec), recording()
-    library = compiled(policy, tmp_path)
+    library = library_of(Bundle(policy.label, policy.program()), tmp_path)
     for rollout in make_sequences(prompts=2, gamma_max=8, budget=40, seed=6):
         run = replay(policy, dense(rollout, gamma_max=8, budget=40), costs)
         sequence = _Sequence()
         at = ctypes.byref(sequence)
         code = {"bf16": 1, "nf4": 4}[rollout.compression]
-        library.start(at, len(rollout.prompt_tokens), code)
-        sequence.cost_ratio = costs.cost_ratio(rollout.compression)
+        ratio = ctypes.c_double(costs.cost_ratio(rollout.compression))
+        library.start(at, len(rollout.prompt_tokens), code, ratio)
 
         def draw(at=at, **signals):
             values = [signals[f"draft_{name}"] for name in ("entropy", "top1", "top2", "top10")]
@@ -140,7 +143,7 @@ def test_a_c_host_that_tells_what_it_sees_decodes_as_the_replay(spec, tmp_path):
 
         steps = decode(
             rollout, 8, 40,
-            lambda at=at: library.choose_gamma(at),
+            lambda at=at: library.choose_gamma(at, 1),
             draw,
             lambda p, at=at: library.keep_drafting(at, ctypes.c_double(p)),
             lambda d, a, e, m, at=at: library.observe(at, d, a, ctypes.c_double(e), ctypes.c_double(m)),
@@ -148,21 +151,34 @@ def test_a_c_host_that_tells_what_it_sees_decodes_as_the_replay(spec, tmp_path):
         assert steps == list(zip(run.position, run.gamma, run.accepted, run.forwards, strict=True))
 
 
-def compiled(policy, folder: pathlib.Path, *options: str) -> ctypes.CDLL:
+def library_of(bundle: Bundle, folder: pathlib.Path) -> ctypes.CDLL:
     """What a host calls, as a library, from a compiler that forgives nothing."""
-    (folder / HEADER).write_text(make_header(Bundle(policy.label, policy.program())))
+    (folder / HEADER).write_text(make_header(bundle))
     calls = """
-void start(speckv_sequence *s, int n, int c) { speckv_start(s, n, c); }
-int choose_gamma(speckv_sequence *s) { return speckv_choose_gamma(s); }
+void start(speckv_sequence *s, int n, int c, double r) { speckv_start(s, n, c, r); }
+int choose_gamma(speckv_sequence *s, int n) { return speckv_choose_gamma(s, n); }
 int draw_token(speckv_sequence *s, double a, double b, double c, double d) { return speckv_draw_token(s, a, b, c, d); }
 int keep_drafting(speckv_sequence *s, double p) { return speckv_keep_drafting(s, p); }
 void observe(speckv_sequence *s, int d, int a, double e, double m) { speckv_observe(s, d, a, e, m); }
 """
     (folder / "host.c").write_text(_LIBRARY + calls)
-    strict = ["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", *options]
+    strict = ["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror"]
     command = ["cc", *strict, "-O1", "-shared", "-fPIC", "-o", "host.so", "host.c", "-lm"]
     subprocess.run(command, cwd=folder, check=True, timeout=60)
     return ctypes.CDLL(str(folder / "host.so"))
+
+
+@needs_compiler
+def test_a_c_host_tells_the_cost_ratio_and_the_batch_size(tmp_path):
+    """A gate on their sum, in C and in Python."""
+    total = Network(Inputs(("cost_ratio", "batch_size"), ("none", "none")), (np.ones((2, 1)),), (np.zeros(1),))
+    program = Program(Gate(total, np.full(len(COMPRESSIONS), 3.0), cap=4))
+    library, sequence = library_of(Bundle("by-hand", program), tmp_path), _Sequence()
+    at = ctypes.byref(sequence)
+    for ratio, batch_size, gamma in ((0.5, 2, 0), (0.5, 3, 4), (1.5, 2, 4)):
+        library.start(at, 20, 1, ctypes.c_double(ratio))
+        assert library.choose_gamma(at, batch_size) == gamma
+        assert Bundle("by-hand", program).start(20, "bf16", ratio).choose_gamma(batch_size) == gamma
 
 
 @needs_compiler
@@ -340,9 +356,12 @@ def test_on_the_command_line_a_training_prompt_is_not_judged_by(tmp_path, monkey
     assert done.exit_code == 0, done.output
     assert "of prompts that it was not trained on" in done.stdout and "100.00% of" in done.stdout
     stored = runtime.load("out").fidelity
-    assert stored["training"] == about and len(about["fingerprint"]) == 16
+    assert stored["training"] == about
     ids = TraceDataset(tmp_path / "traces").load().ids
     assert stored["sequences"] == int((~np.isin(ids, about["prompts"])).sum()) < len(ids)
+    write_dataset(tmp_path / "others", make_sequences(prompts=6, budget=12, seed=1), budget=12)
+    other = run("mlp", "--to", "bundle", "--out", "second", "--traces", "others", "--costs", "costs.json")
+    assert other.exit_code == 0 and f"; {len(ids)} sequences, costs" in other.stdout
 
 
 def test_an_approximation_on_the_command_line(tmp_path, monkeypatch):

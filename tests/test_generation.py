@@ -21,6 +21,8 @@ from .portable import fitted
 
 TEXTS = ["def area(w, h):", "What is 2 + 3?"]
 BUDGET = 24
+#: Enough to see that likely tokens are drawn anew once.
+SAMPLES = 100
 
 
 def ids_of(text: str) -> torch.Tensor:
@@ -170,6 +172,55 @@ def test_sampling(form):
         torch.manual_seed(seed)
         texts.append(generate(form, Fixed(3), do_sample=True, top_k=0, temperature=1.5)[0].tolist())
     assert texts[0] == texts[1] != texts[2]
+
+
+@both_forms
+def test_sampled_text_has_the_models_distribution(form):
+    """First tokens against the model's chances; those that complete a stop string are as likely as ever."""
+    target, _ = pair_with("full")
+    tokenizer, ids = target.tokenizer, ids_of("ab")
+    with torch.no_grad():
+        chances = target.model(ids).logits[0, -1].softmax(-1)
+    ends = [token for token in chances.argsort(descending=True).tolist() if 32 < token < 127][:4]
+    stops = [StopStringCriteria(tokenizer, [tokenizer.decode([token]) for token in ends])] if form == "custom" else []
+    torch.manual_seed(3)
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 2, "stopping_criteria": stops}
+    first = [int(generate(form, Fixed(1), "ab", **options)[0][0, ids.shape[1]]) for _ in range(SAMPLES)]
+    chance, found = float(chances[ends].sum()), sum(token in ends for token in first)
+    assert (found - SAMPLES * chance) ** 2 < 6.6 * SAMPLES * chance * (1 - chance)  # chi-squared, 1 %
+
+
+def test_sampled_text_that_ends_at_stop_strings_is_refused_where_it_would_be_biased():
+    by_name = {"stop_strings": ["a"], "tokenizer": pair_with("full").target.tokenizer, "do_sample": True}
+    with pytest.raises(SpecKVError, match="can't sample text that ends at stop strings; use custom_generate"):
+        generate("candidates", Fixed(2), **by_name)
+
+
+@both_forms
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("oracle", "knows the future"),
+        ("mlp", "is not fitted"),
+        ("fixed:gamma=40", "above the gamma_max of 16"),
+        ("leviathan", "reads the feature 'cost_ratio': give the decoder a cost model"),
+    ],
+)
+def test_a_policy_that_cannot_decode_live_is_refused(spec, message, form):
+    with pytest.raises(SpecKVError, match=message):
+        generate(form, make_policy(spec))
+
+
+def test_contexts_may_be_nested():
+    """The inner policy decides inside, the outer one again behind it."""
+    target, draft = pair_with("full")
+    options = {"max_new_tokens": BUDGET, "do_sample": False, "assistant_model": draft.model}
+    with candidates(target.model, Fixed(2)) as outer:
+        with candidates(target.model, Fixed(4)) as inner:
+            target.model.generate(ids_of(TEXTS[0]), **options)
+        target.model.generate(ids_of(TEXTS[0]), **options)
+    assert [texts[0][0].gamma for texts in (outer, inner)] == [2, 4] and len(outer) == len(inner) == 1
+    assert "_get_candidate_generator" not in vars(target.model)
 
 
 def test_padding_in_front_is_no_prompt():

@@ -105,12 +105,26 @@ def test_oddities_of_the_step_log(paper):
 
 
 def test_differences_name_their_place():
-    published = {"a": {"x": 1.0, "y": 2.0}, "rows": [{"name": "n", "value": 3}], "unknown": 4}
-    reproduced = {"a": {"x": 1.0, "y": 2.5}, "rows": [{"name": "n", "value": 5}]}
+    published = {
+        "a": {"x": 1.0, "y": 2.0},
+        "rows": [{"name": "n", "value": 3}],
+        "unknown": 4,
+        "more": {"z": [{"v": 1}]},
+    }
+    reproduced = {"a": {"x": 1.0, "y": 2.5}, "rows": [{"name": "m", "value": 3}, {"name": "n", "value": 5}]}
     assert protocol.find_differences(published, reproduced) == [
         {"what": "a y", "published": 2.0, "reproduced": 2.5},
         {"what": "rows n value", "published": 3, "reproduced": 5},
+        {"what": "unknown", "published": 4, "reproduced": None},
+        {"what": "more z v", "published": 1, "reproduced": None},
     ]
+
+
+def test_rows_in_another_order_do_not_differ():
+    rows = [{"compression": "fp16", "task": task, "tokens": tokens} for task, tokens in (("code", 1.0), ("math", 2.0))]
+    assert protocol.find_differences(rows[::-1], rows) == []
+    (missing,) = protocol.find_differences(rows, rows[:1], "table2")[-1:]
+    assert missing == {"what": "table2 fp16 math tokens", "published": 2.0, "reproduced": None}
 
 
 def test_made_up_data_gives_made_up_numbers(tmp_path, paper, simulation):

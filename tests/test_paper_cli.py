@@ -15,9 +15,10 @@ from speckv.paper import page, webpage
 from speckv.paper.data import COMPRESSIONS, PaperData
 from speckv.paper.importer import PaperImporter
 from speckv.paper.protocol import find_differences
+from speckv.paper.tables import make_optimal_gammas, make_table1, make_table2, make_throughput
 
 from .pages import check_self_contained
-from .paper_files import find_published, rewrite, write_paper
+from .paper_files import find_published, make_result, rewrite, write_paper
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS, RUNS, OPTIMAL = "phase2_step_results.csv", "phase2_experiment_results.csv", "phase2_optimal_gamma.csv"
@@ -113,6 +114,7 @@ def test_a_report_is_not_written_over_a_file(folder):
     out = folder.parent / "page.html"
     out.write_text("precious")
     assert f"{out}: exists already" in refuse(folder, "--report", str(out))
+    assert f"{out}: exists already" in refuse(folder, "--json", str(out))  # the last one counts
     assert out.read_text() == "precious"
 
 
@@ -124,6 +126,53 @@ def test_files_of_another_kind(folder, made):
     shutil.copy(made / STEPS, folder / STEPS)
     (folder / NUMBERS).write_text('{"dataset": {}}')
     assert f"{folder / NUMBERS}: 'train_records' is missing" in refuse(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "value", "message"),
+    [
+        (TABLE1, "compression", "int3", "row 3: compression must be one of"),
+        (TABLE1, "compression", "fp16", "row 3: fp16 has a row already"),
+        ("paper_table2_detailed_breakdown.csv", "task", "poetry", "row 3: task must be one of"),
+        ("paper_table2_detailed_breakdown.csv", "task", "code", "row 3: fp16 code has a row already"),
+        ("paper_confidence_intervals.csv", "policy", "Other", "row 3: policy must be one of Fixed-4, "),
+        ("phase3_predictor_comparison.csv", "model", "Other", "row 3: model must be one of Ridge, "),
+        ("phase3_policy_comparison.csv", "policy", "Other", "row 3: policy must be one of Fixed-4, "),
+    ],
+)
+def test_published_tables_hold_their_cells(name, column, value, message, folder):
+    rewrite(folder / name, 3, column, value)
+    line = refuse(folder)
+    assert f"{folder / name}: {message}" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [(TABLE1, "overall"), ("paper_table2_detailed_breakdown.csv", "nf4 summarization"),
+     ("paper_confidence_intervals.csv", "SpecKV-accurate"), ("phase3_predictor_comparison.csv", "RandomForest"),
+     ("phase3_policy_comparison.csv", "SpecKV nf4 summarization")],
+)  # fmt: skip
+def test_a_published_table_without_its_last_row(name, cell, folder):
+    path = folder / name
+    path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
+    assert f"{path}: has no row for {cell}; take the published file" in refuse(folder)
+
+
+def test_published_tables_in_another_order(folder):
+    """Are the same tables: nothing differs, and cells stand beside their own."""
+    before = PaperData.read(folder)
+    for name in ("paper_table2_detailed_breakdown.csv", OPTIMAL):
+        head, *rows = (folder / name).read_text().splitlines()
+        (folder / name).write_text("\n".join([head, *reversed(rows)]) + "\n")
+    after = PaperData.read(folder)
+    assert before.published["table2"] != after.published["table2"]
+    assert find_differences(after.published, before.published) == []
+    result = make_result(folder)
+    swapped = result | {"published": result["published"] | {
+        name: result["published"][name][::-1] for name in ("table2", "optimal_gamma")
+    }}  # fmt: skip
+    for make in (make_table2, make_optimal_gammas):
+        assert sorted(make(swapped).rows) == sorted(make(result).rows)
 
 
 def test_runs_that_have_no_steps(folder):
@@ -211,9 +260,8 @@ def test_only_forests_differ_from_what_was_published(result):
     for row in result["differences"]:
         assert "SpecKV-accurate" in row["what"] or "RF-100" in row["what"] or "RandomForest" in row["what"], row
         assert row["reproduced"] == pytest.approx(row["published"], abs=0.02), row
-    assert find_differences(published, result) == result["differences"] + find_differences(
-        {"decision_ms": published["decision_ms"]}, result
-    )
+    compared = {name: part for name, part in published.items() if name not in {"decision_ms", "correlation"}}
+    assert find_differences(compared, result) == result["differences"]
     assert result["predictors"]["RF-100"]["correlation"] == pytest.approx(0.8345, abs=0.02)
     assert result["importances"] == pytest.approx(published["importances"], abs=0.02)
     assert len(result["earlier_policies"]) == 48
@@ -277,6 +325,17 @@ def test_the_page_in_the_documentation_is_made_by_the_command(reproduced):
     assert len(pictures) == 4
     for name in pictures:
         assert (ROOT / "docs" / name).read_bytes()[:4] == (reproduced / name).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_policies_chosen_on_all_steps_are_marked(folder):
+    """In every table that has them in a column of what a decoder could know."""
+    result = make_result(folder)
+    assert result["honest"]["in_sample"] == ["Fixed-best", "Task-oracle"]
+    marked = {row[1]: row[-1] for row in make_table1(result).rows if "in-sample" in row[-1]}
+    assert set(marked) == {"Fixed-best", "Task-oracle"}
+    assert [row[0] for row in make_throughput(result["honest"]).rows if "in-sample" in row[0]] == [
+        "Task-oracle (in-sample)"
+    ]
 
 
 def test_the_page_is_filled_in_altogether():

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speckv import runtime
+from speckv.compression import COMPRESSIONS
 from speckv.errors import SpecKVError
 from speckv.features import FEATURES
 from speckv.replaying import replay
@@ -208,6 +209,61 @@ def test_what_a_host_forgets_to_tell_is_named():
     fixed.choose_gamma()
     assert fixed.draw_token() and fixed.keep_drafting(0.3)
     fixed.observe(1, 1)
+
+
+def test_a_draft_that_was_not_told_whole_is_named():
+    """Signals of the last draft are made of all its tokens."""
+    sequence = bundle_of("mlp").start()
+    gamma = sequence.choose_gamma()
+    for told in (0, 1):
+        with pytest.raises(SpecKVError, match=f"{gamma} tokens were drafted and draw_token was told of {told}"):
+            sequence.observe(gamma, 1)
+        sequence.draw_token(draft_entropy=0.2, draft_top1=0.8)
+    sequence.observe(2, 1)
+    fresh = bundle_of("mlp").start()
+    fresh.choose_gamma()
+    for _ in range(2):
+        fresh.draw_token(draft_entropy=0.2, draft_top1=0.8)
+    fresh.observe(2, 1)
+    assert sequence._values == fresh._values, "what was refused left no trace"
+
+
+@pytest.mark.parametrize("probability", [None, 0.9])
+def test_a_draft_that_nothing_was_told_of_is_named(probability):
+    sequence = bundle_of("confidence").start()
+    for _ in range(2):  # what was told of the draft before does not count
+        sequence.choose_gamma()
+        with pytest.raises(SpecKVError, match="keep_drafting was called before draw_token"):
+            sequence.keep_drafting(probability)
+        sequence.draw_token(draft_top1=0.9)
+        assert sequence.keep_drafting(probability)
+        sequence.observe(1, 1)
+
+
+def test_a_cost_ratio_that_the_policy_reads_is_not_made_up():
+    with pytest.raises(SpecKVError, match="cost_ratio is missing; policy 'dqn' reads it"):
+        bundle_of("dqn").start(20, "nf4")
+    assert bundle_of("dqn").start(20, "nf4", 0.0).choose_gamma() >= 0
+    bundle_of("mlp").start(20, "nf4")
+
+
+@pytest.mark.parametrize(
+    ("gamma", "message"),
+    [([4] * (len(COMPRESSIONS) - 1), "index out of range"), ([4, -3] + [4] * 9, "drafts -3 tokens")],
+)
+def test_what_only_one_compression_would_show_is_found_when_it_is_loaded(gamma, message, tmp_path):
+    Bundle("by-hand", Program(Table(np.array(gamma)))).save(tmp_path)
+    with pytest.raises(SpecKVError, match=message):
+        runtime.load(tmp_path)
+
+
+def test_what_only_a_long_draft_would_show_is_found_when_it_is_loaded(tmp_path):
+    half = Network(Inputs(("draft_top1",), ("none",)), (np.zeros((1, 1)),), (np.full(1, 0.5),))
+    size = len(COMPRESSIONS)
+    short = Worth(half, half, np.ones(3), np.zeros((size, 3, 3)), np.zeros((size, 4)))
+    Bundle("by-hand", Program(Table(np.full(size, 3)), short)).save(tmp_path)
+    with pytest.raises(SpecKVError, match="index out of range"):
+        runtime.load(tmp_path)
 
 
 def test_a_sequence_of_an_unknown_compression_is_refused():

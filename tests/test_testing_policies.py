@@ -61,6 +61,17 @@ class Online(Good):
             self.memory["stood"] = 0.8 * self.memory["stood"] + 0.2 * accepted
 
 
+class Warmed(Online):
+    """Has a first guess from its training."""
+
+    name = "warmed"
+
+    def fit(self, traces, costs, seed=0):
+        self.fitted = {"stood": np.full(1, 5.0 + traces.run.mean())}
+        self.memory = {"stood": self.fitted["stood"].copy()}
+        return self
+
+
 class Trained(Good):
     """Drafts as many as are right on average."""
 
@@ -142,6 +153,27 @@ class Impossible(Good):
 
     def propensity(self, state):
         return 0.0
+
+
+class Gambling(Good):
+    """Draws lots, and says that it is certain."""
+
+    features = ()
+
+    def new_memory(self):
+        return {"draws": np.zeros((), dtype=np.int64)}
+
+    def choose_gamma(self, features, state):
+        self.memory["draws"] = self.memory["draws"] + 1
+        lots = np.random.default_rng(int(self.memory["draws"]))
+        return np.where(lots.random(features.rows) < 0.9, 4, 2)
+
+
+class Timid(Good):
+    """Is certain, and says that it draws lots."""
+
+    def propensity(self, state):
+        return 0.5
 
 
 class Idle(speckv.Policy):
@@ -440,12 +472,13 @@ SPECIMENS = {
     "answers_in_range": [
         (Floating, set()),
         (Negative, set()),
-        (Impossible, set()),
+        (Impossible, {"states_its_propensity"}),
         (Secretive, {"keeps_state_by_sequence"}),
     ],
     "decides_something": [(Idle, set())],
     "reads_its_features": [(Curious, set())],
     "keeps_state_by_sequence": [(Growing, set())],
+    "states_its_propensity": [(Gambling, set()), (Timid, set())],
     "decides_each_row_alone": [(Averaging, {"can_be_interleaved", "sees_no_future"})],
     "can_be_interleaved": [(Impatient, set())],
     "serves_a_batch": [(Lonely, set())],
@@ -469,7 +502,7 @@ SPECIMENS = {
     "decodes_live_as_replayed": [(Numbered, set())],
     "decodes_losslessly": [(Forging, {"decodes_live_as_replayed"})],
 }
-GOOD = [Good(), Inside(), Online(), Trained(), Bound()]
+GOOD = [Good(), Inside(), Online(), Warmed(), Trained(), Bound()]
 BAD = [(name, policy, also) for name, of_check in SPECIMENS.items() for policy, also in of_check]
 
 

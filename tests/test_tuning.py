@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from speckv.plugins import make_policy
 from speckv.policy import Policy
 from speckv.replaying import replay
 from speckv.traces import TraceDataset
-from speckv.tuning import fastest_on_other_prompts, search
+from speckv.tuning import fastest_on_other_prompts, search, settle_rate
 
 from .synthetic import make_costs, make_rollouts, make_sequences, write_dataset
 
@@ -63,7 +64,7 @@ def told_apart(traces):
 def test_a_search_plays_prompts_that_were_not_learned_from(told_apart, costs):
     speeds = search([Cheat(4, 0), Cheat(0, 4)], told_apart, costs, folds=3)
     expected = [replay(make_policy(f"fixed:gamma={gamma}"), told_apart, costs, (0, 0)).throughput for gamma in (0, 4)]
-    assert speeds == pytest.approx(expected) and speeds[1] > 1.05 * speeds[0]
+    assert speeds == pytest.approx(expected, rel=0.01) and speeds[1] > 1.05 * speeds[0]
 
 
 def test_a_choice_is_made_on_prompts_that_were_not_learned_from(told_apart, costs):
@@ -83,6 +84,43 @@ def test_a_choice_is_made_on_prompts_that_were_not_learned_from(told_apart, cost
 def test_one_prompt_is_no_reason_to_choose(told_apart, costs):
     alone = told_apart.take(told_apart.ids == told_apart.ids[0])
     assert not fastest_on_other_prompts(lambda part: 1 / 0, alone, costs).any()
+
+
+class Napping(Policy):
+    """Takes its time to decide."""
+
+    name = "napping"
+
+    def __init__(self, nap: float = 0.0) -> None:
+        super().__init__()
+        self.nap = nap
+
+    def fit(self, traces, costs, seed=0):
+        self.fitted = {"gamma": np.array(2)}
+        return self
+
+    def choose_gamma(self, features, state):
+        time.sleep(self.nap)
+        return 2
+
+
+def test_a_search_charges_for_decisions_that_costs_do_not_know():
+    few, costs = make_rollouts(prompts=4, budget=8), make_costs(controller={"napping": (0.0, 0.0)})
+    quick, slow = search([Napping(), Napping(0.002)], few, costs, folds=2)
+    run = replay(Napping().fit(few, costs), few, costs)
+    assert quick == pytest.approx(run.throughput)
+    assert slow < run.tokens.sum() / (run.seconds.sum() + 0.002 * len(run.seconds)) * 1.0001
+
+
+def test_a_rate_is_settled_from_that_of_no_speculation(traces, costs):
+    """What such a decoding really reaches: a rule that never drafts has it from the first round on."""
+    dear = dataclasses.replace(costs, overhead=0.05)
+    policy = make_policy("none")
+    settle_rate(policy, traces, dear, rounds=1)
+    for code, name in enumerate(COMPRESSIONS):
+        if (mine := traces.compressions == name).any():
+            reached = replay(policy, traces.take(mine), dear, (0, 0)).throughput
+            assert policy.fitted["rate"][code] == pytest.approx(reached, rel=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +146,8 @@ def test_the_command_prints_and_writes_the_fastest(dataset, tmp_path):
     assert make_policy(preset["policy"]).label == preset["policy"]
     traces = dataset.load()
     assert set(preset["prompts"]) == set(traces.ids[folds_of(traces, 3, 0) > 0])
+    again = tune(dataset, tmp_path, "confidence:cap=6", "--grid", "threshold=0.1;0.9", "--out", str(out))
+    assert again.exit_code == 2 and "exists already" in again.output and json.loads(out.read_text()) == preset
 
 
 @pytest.mark.parametrize(
@@ -116,9 +156,17 @@ def test_the_command_prints_and_writes_the_fastest(dataset, tmp_path):
         (["hazard", "--grid", "regularisation"], "not of the form PARAMETER=VALUE"),
         (["hazard", "--grid", "strength=1;2"], "has no parameter 'strength'"),
         (["fixed", "--grid", "gamma=1;2"], "learns nothing from a recording"),
+        (["explore", "--grid", "epsilon=0.1;0.2"], "draws lots for the sake of a log"),
     ],
 )
 def test_what_can_not_be_tuned_is_refused_in_one_line(dataset, tmp_path, arguments, message):
     done = tune(dataset, tmp_path, *arguments, "--out", str(tmp_path / "preset.json"))
     assert done.exit_code == 2 and message in done.output and done.output.count("\n") == 1
     assert not (tmp_path / "preset.json").exists()
+
+
+def test_a_preset_is_not_overwritten(dataset, tmp_path):
+    out = tmp_path / "preset.json"
+    out.write_text("precious")
+    done = tune(dataset, tmp_path, "confidence", "--grid", "threshold=0.1;0.9", "--out", str(out))
+    assert done.exit_code == 2 and "preset.json: exists already" in done.output and out.read_text() == "precious"

@@ -1,6 +1,8 @@
 """Learned stop rules: their chances against those of the libraries that learned them, their decisions by hand."""
 
+import dataclasses
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -11,10 +13,12 @@ from speckv.compression import COMPRESSIONS
 from speckv.features import Features
 from speckv.plugins import make_policy
 from speckv.replaying import replay
+from speckv.tuning import seconds_by_compression
 from speckv_policies.calibration import calibration
 from speckv_policies.hazard import TokenHazard
 from speckv_policies.stopping import KINDS, Examples, drafted_tokens, prices
 
+from .synthetic import make_rollouts
 from .zoo_by_hand import COSTS, MANIFEST, SEQUENCES, TRACES, drafted
 
 BF16 = list(COMPRESSIONS).index("bf16")
@@ -124,6 +128,29 @@ def test_one_class_alone_is_its_share(name, right):
     assert (chances > 0.9).all() if right else (chances < 0.1).all()
 
 
+@pytest.mark.parametrize("name", LEARNERS)
+def test_what_was_never_seen_leaves_no_nan(name):
+    """Drafts of one token say nothing of the one behind it; and no timings are known of some compressions."""
+    traces = make_rollouts(prompts=3, gamma_max=1, budget=12)
+    policy = make_policy(name)
+    if name == "token-hazard":
+        policy = make_policy("token-hazard:trust=[1.0,1.0]")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        policy.fit(traces, COSTS)
+        threshold = policy.fitted["rate"][:, None] * policy.fitted["price"]
+        assert len(replay(policy, traces, COSTS).gamma)
+    assert not any(np.isnan(array).any() for array in (*policy.fitted.values(), threshold))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_trees_of_a_few_examples(count):
+    policy, shown = make_policy("boosted-hazard"), examples(count)
+    shown = dataclasses.replace(shown, right=np.arange(count) == 0)
+    policy.fitted = policy.learn("here", shown, seed=0)
+    assert np.isfinite(policy.chance("here", shown.inputs)).all()
+
+
 class ByHand:
     """A token hazard with small tables, and its decisions worked out one number at a time."""
 
@@ -188,7 +215,7 @@ def test_counts_of_tokens_are_shrunk_to_the_average():
     shown = examples(300)
     fitted = TokenHazard(shrinkage=4.0).learn("ahead", shown, seed=0)
     table = dict(zip(fitted["ahead_token"].tolist(), fitted["ahead_token_odds"].tolist(), strict=True))
-    average, of_7 = shown.right.mean(), shown.right[shown.tokens == 7]
+    average, of_7 = (shown.right.sum() + 0.5) / (len(shown.right) + 1), shown.right[shown.tokens == 7]
     share = (of_7.sum() + 4 * average) / (len(of_7) + 4)
     assert table[7] == pytest.approx([logit(share), math.log1p(len(of_7))])
     assert fitted["ahead_token_odds"][-1] == pytest.approx([logit(average), 0.0])
@@ -201,10 +228,38 @@ def test_counts_of_tokens_leave_the_own_prompt_out():
     assert TokenHazard().learn("ahead", alone, seed=0)["ahead_drawn"][7:11] == pytest.approx(0.0)
 
 
-def test_trust_is_chosen_where_it_was_not_learned():
-    policy = make_policy("token-hazard").fit(TRACES, COSTS)
-    known = {tuple(row) for row in policy.fitted["trust"].tolist()}
-    assert known <= set(TokenHazard.TRUST)
+def test_how_prompts_are_numbered_does_not_matter():
+    shown = examples(300)
+    renumbered = dataclasses.replace(shown, prompts=300 * shown.prompts)
+    one, other = (TokenHazard().learn("ahead", part, seed=0)["ahead_drawn"] for part in (shown, renumbered))
+    assert one == pytest.approx(other)
+
+
+def test_trust_is_chosen_where_it_was_not_learned(monkeypatch):
+    """The ids that the candidates are fitted to and those that they are played on, and which of them is taken."""
+    learned, played, seconds = [], [], []
+
+    class Noting(TokenHazard):
+        def fit(self, traces, costs, seed=0):
+            learned.append(set(traces.ids))
+            return super().fit(traces, costs, seed)
+
+    def noting(candidates, traces, costs):
+        played.append(set(traces.ids))
+        seconds.append(seconds_by_compression(candidates, traces, costs))
+        return seconds[-1]
+
+    monkeypatch.setattr("speckv.tuning.seconds_by_compression", noting)
+    policy = Noting().fit(TRACES, COSTS)
+    everything, *inner = learned
+    assert len(inner) == len(played) == 2 and set.union(*played) == everything == set(TRACES.ids)
+    for fitted, other in zip(inner, played, strict=True):
+        assert fitted == everything - other and fitted and other
+    best = np.sum(seconds, axis=0).argmin(axis=0)
+    assert policy.fitted["trust"].tolist() == [list(TokenHazard.TRUST[way]) for way in best]
+
+
+def test_trust_that_is_given_is_kept():
     fixed = make_policy("token-hazard:trust=[0.5,0.9]").fit(TRACES, COSTS)
     assert {tuple(row) for row in fixed.fitted["trust"].tolist()} == {(0.5, 0.9)}
 

@@ -254,6 +254,44 @@ def test_explore_without_lots_is_the_policy_inside():
     assert played(online) == played(make_policy("ucb1").fit(TRACES, COSTS))
 
 
+def lots(policy, *features):
+    """What is chosen in the first step of each of 4000 rows, and the chances that are stated."""
+    policy.fit(TRACES, COSTS)
+    rows = Features({name: np.repeat(BEFORE[name], 4000) for name in policy.features}, 4000, "before")
+    state = policy.new_state(4000)
+    chosen = np.broadcast_to(policy.choose_gamma(rows, state), 4000)
+    return chosen, np.broadcast_to(policy.propensity(state), 4000)
+
+
+LOTS = 'explore:policy="fixed:gamma=3",epsilon=0.5,largest=4'
+
+
+@pytest.mark.parametrize("wrapper", ["hysteresis", "off-switch", "explore"])
+def test_a_wrapper_states_the_chances_of_what_is_inside(wrapper):
+    policy = make_policy(wrapper)
+    type(policy).__init__(policy, policy=LOTS)
+    chosen, chance = lots(policy)
+    known = ~np.isnan(chance)
+    assert 0 in chosen and known.any()
+    for gamma in np.unique(chosen[known]):
+        share = (chosen == gamma).mean()
+        assert abs(chance[known & (chosen == gamma)].mean() - share) < 5 * np.sqrt(share / 4000)
+
+
+def test_hysteresis_knows_the_chances_of_a_change_alone():
+    policy = make_policy("hysteresis")
+    type(policy).__init__(policy, policy=LOTS, dwell=2, margin=2)
+    policy.fit(TRACES, COSTS)
+    state, seen = policy.new_state(1), []
+    for _ in range(200):
+        held, free = int(state["hysteresis.gamma"][0]), state["hysteresis.age"][0] >= 2
+        gamma = int(policy.choose_gamma(BEFORE, state)[0])
+        seen.append((bool(free), gamma != held, float(policy.propensity(state)[0])))
+    assert {chance for free, _, chance in seen if not free} == {1}
+    assert {round(chance, 9) for free, changed, chance in seen if free and changed} <= {0.1, 0.6}
+    assert all(np.isnan(chance) for free, changed, chance in seen if free and not changed)
+
+
 def test_explore_refuses_what_it_could_not_give_a_chance():
     with pytest.raises(SpecKVError, match="'svip' stops inside the draft"):
         make_policy("explore:policy=svip").fit(TRACES, COSTS)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from speckv.errors import SpecKVError
 from speckv.features import BoolArray, FloatArray, IntArray
 from speckv.observations import Layout, Observations
 
@@ -31,6 +32,12 @@ def space_of(layout: Layout, gamma_max: int, max_new_tokens: int) -> gymnasium.S
     """Where the vectors of a layout lie."""
     high = layout.largest(gamma_max, max_new_tokens)
     return gymnasium.spaces.Box(np.zeros_like(high), high)
+
+
+def check_actions(actions: IntArray, count: int) -> None:
+    """Raise SpecKVError if an action is not below `count`, or below 0, which as an index would mean one."""
+    if (wrong := actions[(actions < 0) | (actions >= count)]).size:
+        raise SpecKVError(f"the action {wrong[0]} is not one from 0 to {count - 1}")
 
 
 class Game(Protocol):
@@ -72,7 +79,9 @@ class GameEnv(gymnasium.Env[Observations, np.int64]):
         return self.game.observe()[0], _single(started)
 
     def step(self, action: np.int64) -> tuple[Observations, float, bool, bool, dict[str, Any]]:
-        played = self.game.play(np.arange(1), np.array([action]), self.np_random)
+        actions = np.array([action])
+        check_actions(actions, int(self.game.action_space.n))
+        played = self.game.play(np.arange(1), actions, self.np_random)
         ended = bool(played.terminated[0]), bool(played.truncated[0])
         return self.game.observe()[0], float(played.rewards[0]), *ended, _single(played.info)
 
@@ -122,7 +131,9 @@ class GameVectorEnv(VectorEnv[Observations, IntArray, npt.NDArray[Any]]):
         starting, playing = self._waiting, ~self._waiting
         info = self._start(starting)
         at = np.flatnonzero(playing)
-        played = self.game.play(at, np.asarray(actions)[at], self.np_random)
+        actions = np.asarray(actions)[at]
+        check_actions(actions, int(self.game.action_space.n))
+        played = self.game.play(at, actions, self.np_random)
         observations = self.game.observe()
         rewards, terminated, truncated = (
             self._spread(values, at) for values in (played.rewards, played.terminated, played.truncated)

@@ -1,6 +1,7 @@
 """Games on recorded sequences. What happens in them is what `speckv.replay` says."""
 
 import functools
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ _shipped_traces = functools.cache(lambda: shipped_traces().load())
 _shipped_costs = functools.cache(lambda: shipped_costs()[0])
 #: Features that sum up the previous draft.
 _LAST = tuple(name for name in BEFORE if signal_of(name))
+#: Recording -> its `last_drafts`, as long as it is in use: a training makes new environments in every round.
+_TABLES: weakref.WeakKeyDictionary[Rollouts, Observations] = weakref.WeakKeyDictionary()
 
 
 def last_drafts(traces: Rollouts) -> Observations:
@@ -30,6 +33,12 @@ def last_drafts(traces: Rollouts) -> Observations:
     Returns:
         (gamma_max + 1, S * T, len(_LAST)), by gamma and start of the step, for gammas within its limit.
     """
+    if traces not in _TABLES:
+        _TABLES[traces] = _last_drafts(traces)
+    return _TABLES[traces]
+
+
+def _last_drafts(traces: Rollouts) -> Observations:
     rows, positions = (grid.ravel() for grid in np.indices(traces.tokens.shape))
     count, nothing = len(rows), np.zeros(len(rows), dtype=np.int64)
     table = np.zeros((traces.gamma_max + 1, count, len(_LAST)), dtype=np.float32)

@@ -32,7 +32,7 @@ def rate_of(compression: str, rate: float | Mapping[str, float] | None, costs: C
         SpecKVError: it is not a positive number, or not given for this compression.
     """
     if rate is None:
-        return 1 / (costs.verify_of(compression).at(1, context) + costs.overhead)
+        return costs.plain_rate(compression, context)
     if isinstance(rate, Mapping):
         if compression not in rate:
             raise SpecKVError(f"rate says nothing of {compression!r}, only of {', '.join(rate)}; add it")

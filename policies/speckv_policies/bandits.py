@@ -196,7 +196,16 @@ class Thompson(_Random):
     ) -> None:
         super().__init__(gammas, feedback, exploration, random_state)
 
+    def new_state(self, rows: int) -> State:
+        """`drawn`: whether the gamma was chosen by lot."""
+        return super().new_state(rows) | {"drawn": np.zeros(rows, dtype=bool)}
+
+    def propensity(self, state: State) -> npt.ArrayLike:
+        # That one of several normal numbers is the largest has no closed form.
+        return np.where(state["drawn"], np.nan, 1.0)
+
     def _scores(self, features: Features, state: State, starting: BoolArray) -> FloatArray:
+        state["drawn"] = ~starting & (self.exploration > 0)
         value, error = self._values(state["code"])
         return np.asarray(value + self.exploration * error * self._generator().standard_normal(error.shape))
 
@@ -239,21 +248,25 @@ class Exp3(_Random):
         return memory | {"weights": np.zeros_like(memory["count"])}
 
     def new_state(self, rows: int) -> State:
-        """`chance`: that an outcome of each gamma would be seen."""
+        """`chance`: of drawing each gamma; infinite where none was drawn by lot, which then counts for nothing."""
         return super().new_state(rows) | {"chance": np.ones((rows, len(self.gammas)))}
+
+    def propensity(self, state: State) -> npt.ArrayLike:
+        return np.minimum(state["chance"][np.arange(len(state["arm"])), state["arm"]], 1.0)
 
     def _scores(self, features: Features, state: State, starting: BoolArray) -> FloatArray:
         weights = np.exp(self.memory["weights"][state["code"]])
         chance = (1 - self.exploration) * weights / weights.sum(axis=1, keepdims=True)
         chance = chance + self.exploration / len(self.gammas)
-        seen = chance[:, ::-1].cumsum(axis=1)[:, ::-1] if self.feedback == "full" else chance
-        state["chance"] = np.where(starting[:, None], np.inf, seen)  # what was not drawn by lot counts for nothing
+        state["chance"] = np.where(starting[:, None], np.inf, chance)
         # The largest of logarithm + Gumbel noise is a draw with these chances.
         return np.asarray(np.log(chance) + self._generator().gumbel(size=chance.shape))
 
     def _learn(self, state: State, seen: BoolArray, tokens: FloatArray) -> None:
         _, paid, _, _ = self._estimates(state["code"])
-        gains = np.clip((tokens - paid) / (self.gammas[-1] + 1), -1, 1) / state["chance"]
+        chance = state["chance"]
+        to_be_seen = chance[:, ::-1].cumsum(axis=1)[:, ::-1] if self.feedback == "full" else chance
+        gains = np.clip((tokens - paid) / (self.gammas[-1] + 1), -1, 1) / to_be_seen
         weights = self.memory["weights"]
         np.add.at(weights, state["code"], seen * gains * self.exploration / len(self.gammas))
         weights -= weights.max(axis=1, keepdims=True)

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from speckv.features import FloatArray
 from speckv.runtime.models import Inputs, Model, Trees
-from speckv_policies.estimators import logit, sigmoid
+from speckv_policies.estimators import logit, share_of, sigmoid
 from speckv_policies.parameters import check_count, check_range
 from speckv_policies.stopping import Examples, Kind, SurvivalStop
 
@@ -38,15 +38,15 @@ class BoostedHazard(SurvivalStop):
 
         right = examples.right
         names = [f"{kind}_{part}" for part in ("feature", "threshold", "child", "value", "start")]
-        if right.all() or not right.any():  # one class only: its share, a little away from 0 and 1
-            start = logit((right.sum(keepdims=True) + 0.5) / (len(right) + 1))
+        if right.all() or not right.any():  # one class only, or nothing
+            start = logit(share_of(right)[None])
             nothing = (np.zeros((1, 1), np.int64), np.zeros((1, 1)), np.zeros((1, 1, 2), np.int64), np.zeros((1, 1)))
             return dict(zip(names, (*nothing, start), strict=True))
         model = GradientBoostingClassifier(
             n_estimators=self.trees,
             max_depth=self.depth,
             learning_rate=self.learning_rate,
-            min_samples_leaf=min(50, len(right) // 4),
+            min_samples_leaf=max(1, min(50, len(right) // 4)),
             subsample=0.5,
             random_state=seed,
         ).fit(examples.inputs.astype(np.float32), right)

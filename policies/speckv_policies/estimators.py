@@ -402,14 +402,19 @@ def fit_logistic(inputs: FloatArray, right: BoolArray, weight: float = 1.0, regu
     """
     from sklearn.linear_model import LogisticRegression
 
-    if right.all() or not right.any():  # one class only: its share, a little away from 0 and 1
-        return np.append(np.zeros(inputs.shape[1]), logit((right.sum(keepdims=True) + 0.5) / (len(right) + 1)))
+    if right.all() or not right.any():  # one class only, or nothing
+        return np.append(np.zeros(inputs.shape[1]), logit(share_of(right)))
     center, scale = inputs.mean(axis=0), inputs.std(axis=0)
     scale[scale < 1e-9] = 1.0  # equal but for rounding
     model = LogisticRegression(C=regularisation, max_iter=1000, class_weight={True: 1.0, False: weight})
     model.fit((inputs - center) / scale, right)
     weights = model.coef_[0] / scale
     return np.append(weights, model.intercept_[0] - weights @ center)
+
+
+def share_of(right: BoolArray) -> FloatArray:
+    """Share of the right among `right`, (): a little away from 0 and 1, and 1/2 of nothing."""
+    return np.asarray((right.sum() + 0.5) / (len(right) + 1))
 
 
 def chance(inputs: FloatArray, weights: FloatArray) -> FloatArray:

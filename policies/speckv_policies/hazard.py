@@ -11,7 +11,7 @@ from speckv.compression import COMPRESSIONS
 from speckv.features import FloatArray, IntArray
 from speckv.runtime.models import Inputs, Model
 from speckv.tuning import fastest_on_other_prompts
-from speckv_policies.estimators import chance, fit_logistic, logistic, logit, sigmoid
+from speckv_policies.estimators import chance, fit_logistic, logistic, logit, share_of, sigmoid
 from speckv_policies.parameters import check_range
 from speckv_policies.stopping import Examples, Kind, SurvivalStop, token_inputs
 
@@ -99,19 +99,18 @@ class TokenHazard(Hazard):
         model = super().learn(kind, examples, seed)
         if kind != "ahead":
             return model
-        inputs = [examples.inputs]
+        inputs, average = [examples.inputs], share_of(examples.right)
         for table, keys in (("token", examples.tokens), ("pair", _pairs(examples.previous, examples.tokens))):
             known, place = np.unique(keys, return_inverse=True)
             tried, right = np.bincount(place, np.ones(len(keys))), np.bincount(place, examples.right)
-            _, own = np.unique(place * len(examples.prompts) + examples.prompts, return_inverse=True)
+            _, own = np.unique(place * (examples.prompts.max(initial=0) + 1) + examples.prompts, return_inverse=True)
             own_tried, own_right = np.bincount(own, np.ones(len(own)))[own], np.bincount(own, examples.right)[own]
-            average = float(examples.right.mean())
-            inputs.append(self._odds(tried[place] - own_tried, right[place] - own_right, average))
+            inputs.append(self._odds(tried[place] - own_tried, right[place] - own_right, float(average)))
             # The last row is for what was never seen.
-            odds = self._odds(np.append(tried, 0), np.append(right, 0.0), average)
+            odds = self._odds(np.append(tried, 0), np.append(right, 0.0), float(average))
             model |= {f"ahead_{table}": np.append(known, np.iinfo(np.int64).max), f"ahead_{table}_odds": odds}
         weights = fit_logistic(np.hstack(inputs), examples.right, regularisation=self.regularisation)
-        return model | {"ahead_drawn": weights, "ahead_average": logit(examples.right.mean())}
+        return model | {"ahead_drawn": weights, "ahead_average": logit(average)}
 
     def foretell(self, kind: Kind, examples: Examples) -> FloatArray:
         if kind != "ahead":

@@ -126,7 +126,8 @@ def make_learner(
         "device": "cpu",
     }
     if algorithm == "PPO":
-        batch = max(2, steps // (2 * env.num_envs))  # two of them
+        # Two of them, rounded up: stable-baselines3 would begin a third for the rest.
+        batch = max(2, -(-steps // (2 * env.num_envs)))
         return PPO(n_steps=batch, batch_size=max(2, batch * env.num_envs // 4), n_epochs=6, gae_lambda=1.0,
                    ent_coef=0.05, **shared)  # fmt: skip
     return DQN(

@@ -91,6 +91,10 @@ class TapOut(Policy):
         state["arm"] = score.argmax(axis=1)
         return self.cap
 
+    def propensity(self, state: State) -> npt.ArrayLike:
+        # How many tokens are drafted depends on the rule, whose chance of being drawn has no closed form.
+        return np.nan if self.algorithm == "thompson" else 1.0
+
     def keep_drafting(self, features: Features, state: State) -> npt.ArrayLike:
         answers = np.stack([RULES[name](features) for name in self.arms])
         return answers[state["arm"], np.arange(features.rows)]
@@ -155,6 +159,9 @@ class _Wrapper(Policy):
     def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
         return self.inner.choose_gamma(features, state)
 
+    def propensity(self, state: State) -> npt.ArrayLike:
+        return self.inner.propensity(state)
+
     def draw_token(self, features: Features, state: State) -> npt.ArrayLike:
         return self.inner.draw_token(features, state)
 
@@ -196,6 +203,7 @@ class Hysteresis(_Wrapper):
         return super().new_state(rows) | {
             "hysteresis.gamma": np.full(rows, -self.margin, dtype=np.int64),
             "hysteresis.age": np.full(rows, self.dwell, dtype=np.int64),
+            "hysteresis.propensity": np.ones(rows),
         }
 
     def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
@@ -204,7 +212,14 @@ class Hysteresis(_Wrapper):
         change = (age >= self.dwell) & (np.abs(wanted - held) >= self.margin)
         state["hysteresis.gamma"] = np.where(change, wanted, held)
         state["hysteresis.age"] = np.where(change, 1, age + 1)
+        # A gamma that might have changed is kept for any of those within the margin, whose chances are not known.
+        inside = np.asarray(self.inner.propensity(state), dtype=float)
+        known = change | (inside == 1) | (self.margin == 1)
+        state["hysteresis.propensity"] = np.where(age < self.dwell, 1.0, np.where(known, inside, np.nan))
         return state["hysteresis.gamma"]
+
+    def propensity(self, state: State) -> npt.ArrayLike:
+        return state["hysteresis.propensity"]
 
 
 class Explore(_Wrapper):
@@ -265,7 +280,10 @@ class Explore(_Wrapper):
         lots = random.integers(self.largest + 1, size=features.rows)
         chosen = np.where(random.random(features.rows) < self.epsilon, lots, wanted)
         by_lot = np.where(chosen <= self.largest, self.epsilon / (self.largest + 1), 0.0)
-        state["explore.propensity"] = by_lot + np.where(chosen == wanted, 1 - self.epsilon, 0.0)
+        # Of a policy that draws lots itself it is not known how likely it was to want what it did not.
+        inside = np.asarray(super().propensity(state), dtype=float)
+        by_choice = np.where(chosen == wanted, inside, np.where(inside == 1, 0.0, np.nan))
+        state["explore.propensity"] = by_lot + (1 - self.epsilon) * by_choice
         return chosen
 
     def propensity(self, state: State) -> npt.ArrayLike:
@@ -319,6 +337,9 @@ class OffSwitch(_Wrapper):
         code = features["compression"].astype(np.int64)
         state["off-switch.plain"] = self.fitted["off-switch.plain_seconds"][code]
         return np.where(state["off-switch.pause"] > 0, 0, self.inner.choose_gamma(features, state))
+
+    def propensity(self, state: State) -> npt.ArrayLike:
+        return np.where(state["off-switch.pause"] > 0, 1.0, self.inner.propensity(state))
 
     def observe(self, outcome: Outcome, state: State) -> None:
         paused = state["off-switch.pause"] > 0

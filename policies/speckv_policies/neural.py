@@ -8,7 +8,7 @@ import numpy.typing as npt
 from speckv.errors import SpecKVError
 from speckv.features import FloatArray
 from speckv.runtime.models import Inputs, Model, Network
-from speckv_policies.estimators import sigmoid
+from speckv_policies.estimators import logit, share_of, sigmoid
 from speckv_policies.parameters import check_count, check_range
 from speckv_policies.stopping import Examples, Kind, SurvivalStop
 
@@ -40,6 +40,10 @@ class NeuralHazard(SurvivalStop):
             raise SpecKVError(f"policy {self.label!r} {reason}, or load a trained one")
         import torch
 
+        names = [f"{kind}_{part}" for part in ("hidden", "hidden_bias", "out", "out_bias")]
+        if examples.right.all() or not examples.right.any():  # one class only, or nothing
+            nothing = (np.zeros((examples.inputs.shape[1], self.hidden)), np.zeros(self.hidden), np.zeros(self.hidden))
+            return dict(zip(names, (*nothing, logit(share_of(examples.right)[None])), strict=True))
         center, scale = examples.inputs.mean(axis=0), examples.inputs.std(axis=0)
         scale[scale == 0] = 1.0
         inputs = torch.from_numpy((examples.inputs - center) / scale)
@@ -57,12 +61,7 @@ class NeuralHazard(SurvivalStop):
             optimiser.step()
         hidden, hidden_bias, out, out_bias = (parameter.detach().numpy() for parameter in model.parameters())
         hidden = hidden.T / scale[:, None]  # the scaling is folded into the first layer
-        return {
-            f"{kind}_hidden": hidden,
-            f"{kind}_hidden_bias": hidden_bias - center @ hidden,
-            f"{kind}_out": out[0],
-            f"{kind}_out_bias": out_bias,
-        }
+        return dict(zip(names, (hidden, hidden_bias - center @ hidden, out[0], out_bias), strict=True))
 
     def chance(self, kind: Kind, inputs: FloatArray) -> FloatArray:
         weights, bias, out, out_bias = (

@@ -11,7 +11,7 @@ from speckv.features import BoolArray, FloatArray, IntArray
 from speckv.runtime.models import Inputs, Model
 from speckv.runtime.programs import Gate, Program, Worth
 from speckv.tuning import settle_rate, step_seconds
-from speckv_policies.estimators import logit
+from speckv_policies.estimators import logit, share_of
 from speckv_policies.fixed import Fixed
 
 BEFORE = ("running_acceptance", "target_entropy", "target_margin")
@@ -89,11 +89,12 @@ class SurvivalStop(Policy):
     def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
         examples = drafted_tokens(traces, costs)
         draft, verify = step_seconds(costs, traces)
+        persistence = share_of(examples["ahead"].right)
         self.fitted = {
-            "persistence": np.array(examples["ahead"].right.mean()),
+            "persistence": persistence,
             "draft_seconds": np.array(draft),
             "verify_seconds": verify,
-            "price": prices(examples["ahead"].right.mean(), draft, verify),
+            "price": prices(float(persistence), draft, verify),
             **self.parameters(traces, costs, seed),
         }
         for kind in KINDS:
@@ -200,7 +201,8 @@ def prices(persistence: float, draft: float, verify: FloatArray) -> FloatArray:
         verify: (compressions, G + 2) seconds of a target forward of 0..G + 1 tokens.
 
     Returns:
-        (compressions, G + 1), by tokens in the draft so far; infinite where the draft can't go on.
+        (compressions, G + 1), by tokens in the draft so far; infinite where the draft can't go on, and 0 at
+        compressions without timings, whose throughput is 0 as well.
     """
     most = verify.shape[1] - 2
     least = np.full((len(verify), most + 1), np.inf)
@@ -208,6 +210,7 @@ def prices(persistence: float, draft: float, verify: FloatArray) -> FloatArray:
         more = np.arange(1, most - index + 1)
         seconds = more * draft + verify[:, index + 2 :] - verify[:, [index + 1]]
         least[:, index] = (seconds / np.cumsum(persistence ** (more - 1))).min(axis=1)
+    least[~verify.any(axis=1)] = 0.0
     return least
 
 

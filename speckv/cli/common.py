@@ -3,6 +3,7 @@
 import contextlib
 import pathlib
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from speckv.errors import SpecKVError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from speckv.policy import Policy
+
 FOLDER = click.Path(path_type=pathlib.Path, file_okay=False)
 TRACES = click.option(
     "--traces", "traces_path", type=FOLDER, help="Trace folder.  [default: the recording that ships with speckv]"
@@ -22,10 +25,35 @@ COSTS = click.option(
 )
 
 
-def must_be_new(out: pathlib.Path) -> None:
-    """Raise SpecKVError if there is such a file: what a command writes must not cost another."""
+def must_be_new(out: pathlib.Path | None) -> None:
+    """Raise SpecKVError if there is such a file or folder, or can't be: what a command writes must not cost another,
+    and must not be lost when all is done."""
+    if out is None:
+        return
     if out.exists():
-        raise SpecKVError(f"{out}: exists already; choose another file")
+        raise SpecKVError(f"{out}: exists already; choose another place")
+    must_be_writable(out)
+
+
+def must_be_writable(out: pathlib.Path) -> None:
+    """Raise SpecKVError if nothing can be written there, in folders that may be missing. It leaves nothing behind."""
+    nearest = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    try:
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        raise SpecKVError(f"{out}: cannot be written ({error.strerror}); choose another place") from None
+
+
+def must_learn(policy: "Policy") -> None:
+    """Raise SpecKVError if there is nothing in a policy that training or tuning could better."""
+    from speckv.policy import Clairvoyant, Policy
+
+    if isinstance(policy, Clairvoyant):
+        raise SpecKVError(f"policy {policy.label!r} is a bound that knows the future: no decoder could play it")
+    if policy.explores:
+        raise SpecKVError(f"policy {policy.label!r} draws lots for the sake of a log; name the policy inside it")
+    if type(policy).fit is Policy.fit:
+        raise SpecKVError(f"policy {policy.label!r} learns nothing from a recording; `speckv policies` says which do")
 
 
 class CommandGroup(click.Group):

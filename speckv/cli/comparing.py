@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from speckv.cli.common import TRACES, make_console
+from speckv.cli.common import TRACES, make_console, must_be_new
 from speckv.errors import SpecKVError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     multiple=True,
     help="NAME or NAME:PARAMETER=VALUE,…, may be repeated.  [default: all]  Baselines and bounds always join.",
 )
-@click.option("--train", is_flag=True, help="Let those join by default, too, that train for a while in every fold.")
+@click.option("--train", is_flag=True, help="Let those join, too, that train with torch, for a while in every fold.")
 @click.option("--folds", default=5, show_default=True, type=click.IntRange(2))
 @click.option(
     "--hold-out",
@@ -66,9 +66,10 @@ def compare(
     from speckv.traces import TraceDataset
 
     if plot_path is not None:
-        plots.check_picture(plot_path)
+        must_be_new(plots.check_picture(plot_path))
+    must_be_new(json_path)
     traces = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
-    policies = _policies(policy_specs, traces.gamma_max, train)
+    policies, left_out = _policies(policy_specs, traces.gamma_max, train)
     costs = [load_costs(name) for name in cost_names] or shipped_costs()
     if twice := [model.name for model in costs if [m.name for m in costs].count(model.name) > 1]:
         raise SpecKVError(f"two of the cost models are called {twice[0]!r}; rename one")
@@ -101,44 +102,42 @@ def compare(
         )
     if timed := result.settings["decision_times_measured_here"]:
         console.print(f"decision times measured in this run: {', '.join(timed)}", style="dim", highlight=False)
+    for reason, names in left_out.items():
+        console.print(f"left out: {', '.join(names)}: {reason}", style="dim", highlight=False)
     if json_path is not None:
         write_json(json_path, result.to_json())
     if plot_path is not None:
         plots.save_figure(plots.leaderboard(result), plot_path)
 
 
-def _policies(specs: tuple[str, ...], gamma_max: int, train: bool) -> list[Any]:
+def _policies(specs: tuple[str, ...], gamma_max: int, train: bool) -> tuple[list[Any], dict[str, list[str]]]:
     """The policies that a user asked for (by default all that can play), and the baselines and bounds of every
-    comparison."""
+    comparison; and by reason those that were left out."""
     from speckv.comparison import REQUIRED
     from speckv.plugins import make_policy, registry
 
     if gamma_max < 4:
         raise SpecKVError(f"the recording goes up to gamma {gamma_max}; a comparison needs 4, for its baseline fixed-4")
     wanted = [make_policy(spec) for spec in (specs or registry().policies)]
+    left_out: dict[str, list[str]] = {}
     if not specs:
-        left_out: dict[str, list[str]] = {}
         for policy in list(wanted):
             if (reason := _unfit(policy, gamma_max, train)) is not None:
                 wanted.remove(policy)
                 left_out.setdefault(reason, []).append(policy.label)
-        for reason, names in left_out.items():
-            click.echo(f"speckv: left out: {', '.join(names)}: {reason}", err=True)
     labels = {policy.label for policy in wanted}
     required = [make_policy("fixed:gamma=4" if name == "fixed-4" else name) for name in REQUIRED]
-    return wanted + [policy for policy in required if policy.label not in labels]
+    return wanted + [policy for policy in required if policy.label not in labels], left_out
 
 
 def _unfit(policy: Any, gamma_max: int, train: bool) -> str | None:
     """Why a policy does not join a comparison by itself, None if it does."""
-    from speckv.training import TrainedPolicy
-
     if policy.required_gamma > gamma_max:
         return f"needs a recording up to gamma {policy.required_gamma}"
     if policy.explores:
         return "draws lots for the sake of a log; ask for it by name"
     # Whether they join must not hang on what is installed: p values depend on how many do.
-    if isinstance(policy, TrainedPolicy) and not train:
-        return "trains for a while in every fold; ask for it with --train or by name"
+    if policy.requires and not train:
+        return "trained for a while in every fold, with more than the core installation; --train lets them join"
     reason: str | None = policy.untrainable
     return reason

@@ -4,8 +4,7 @@ import pathlib
 
 import click
 
-from speckv.cli.common import TRACES, make_console
-from speckv.errors import SpecKVError
+from speckv.cli.common import TRACES, make_console, must_be_new
 
 
 @click.group()
@@ -39,8 +38,7 @@ def costs_fit(path: pathlib.Path, name: str, source: str, stand_ins: tuple[str, 
     for text in stand_ins:
         other, _, timed = text.partition("=")
         alias[check_compression(other)] = check_compression(timed)
-    if out.exists():
-        raise SpecKVError(f"{out}: exists already; choose another file")
+    must_be_new(out)
     if path.suffix == ".csv":
         model = fit_costs(path, name, source, alias)
     else:
@@ -101,8 +99,8 @@ def costs_show(names: tuple[str, ...], plot_path: pathlib.Path | None) -> None:
     from speckv.report import plots
     from speckv.shipped import shipped_costs
 
-    if plot_path is not None and plots.check_picture(plot_path).exists():
-        raise SpecKVError(f"{plot_path}: exists already; choose another file")
+    if plot_path is not None:
+        must_be_new(plots.check_picture(plot_path))
     console = make_console()
     models = [load_costs(name) for name in names] or shipped_costs()
     for model in models:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from speckv.cli.common import COSTS, FOLDER, TRACES
+from speckv.cli.common import COSTS, FOLDER, TRACES, must_be_new
 from speckv.errors import SpecKVError
 
 
@@ -89,10 +89,8 @@ def decode(
         raise SpecKVError("greedy decoding takes no temperature, top-k, top-p or min-p; add --sampling gumbel")
     if draft_compression and not draft:
         raise SpecKVError("--draft-compression is of a draft model; give one with --draft, or leave it out")
-    if save_policy_to and save_policy_to.exists():
-        raise SpecKVError(f"{save_policy_to}: exists already; choose another folder")
-    if log_path and log_path.exists():
-        raise SpecKVError(f"{log_path}: exists already; choose another file")
+    must_be_new(save_policy_to)
+    must_be_new(log_path)
     if drafter_spec:
         drafter_factory(drafter_spec.partition(":")[0])  # an unknown one is refused before models are loaded
     text = _standard_input() if prompt == "-" else prompt

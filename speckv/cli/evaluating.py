@@ -5,17 +5,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from speckv.cli.common import TRACES, make_console
+from speckv.cli.common import TRACES, make_console, must_be_new
 from speckv.errors import SpecKVError
 
 if TYPE_CHECKING:
     from speckv.costs import CostModel
     from speckv.evaluation import Evaluation
     from speckv.policy import Policy
+    from speckv.steplogs import StepLog
 
 
 @click.command()
-@click.argument("path", metavar="LOG", type=click.Path(path_type=pathlib.Path, dir_okay=False))
+@click.argument(
+    "paths", metavar="LOG...", nargs=-1, required=True, type=click.Path(path_type=pathlib.Path, dir_okay=False)
+)
 @click.option(
     "--policy",
     "policy_specs",
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
 @click.option("--json", "json_path", type=click.Path(path_type=pathlib.Path, dir_okay=False), help="Write all numbers.")
 def evaluate(
-    path: pathlib.Path,
+    paths: tuple[pathlib.Path, ...],
     policy_specs: tuple[str, ...],
     costs_name: str | None,
     traces_path: pathlib.Path | None,
@@ -40,7 +43,9 @@ def evaluate(
     seed: int,
     json_path: pathlib.Path | None,
 ) -> None:
-    """Estimate from the step log LOG what policies that it did not play would be worth, each estimate with an interval.
+    """Estimate from step logs what policies that they did not play would be worth, each estimate with an interval.
+
+    Several files are taken together, as one log. Their propensities count if all of them were played by lot.
 
     docs/step-logs.md says what each estimator assumes, and how far it was off where the truth is known.
     """
@@ -48,25 +53,24 @@ def evaluate(
 
     from speckv.errors import SpecKVWarning
     from speckv.evaluation import evaluate as evaluate_policy
+    from speckv.evaluation.recording import join
     from speckv.files import write_json
     from speckv.plugins import load_costs
     from speckv.steplogs import StepLog
 
-    if json_path is not None and json_path.exists():
-        raise SpecKVError(f"{json_path}: exists already; choose another file")
-    log = StepLog.load(path)
+    must_be_new(json_path)
+    log = join({str(path): StepLog.load(path) for path in paths})
     costs = load_costs(costs_name) if costs_name else None
     if costs is None and log.seconds is None:
-        raise SpecKVError(f"{path}: holds no seconds; say with --costs how long forwards take")
-    policies = _policies(policy_specs, traces_path, costs)
-    console = make_console()
+        raise SpecKVError(f"{paths[0]}: holds no seconds; say with --costs how long forwards take")
     found: list[Evaluation] = []
-    for policy in policies:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", SpecKVWarning)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SpecKVWarning)
+        for policy in _policies(policy_specs, traces_path, costs, log):
             found += evaluate_policy(policy, log, costs, gamma_max, seed)
-        for warning in caught:
-            click.echo(f"speckv: {warning.message}", err=True)
+    for warning in caught:
+        click.echo(f"speckv: {warning.message}", err=True)
+    console = make_console()
     for stored in dict.fromkeys(evaluation.compression for evaluation in found):
         console.print(_table([evaluation for evaluation in found if evaluation.compression == stored]))
     console.print("intervals: 95 %, bootstrap by sequence; agree: share of steps with the gamma that the policy wants; "
@@ -104,12 +108,18 @@ def _table(found: "list[Evaluation]") -> Any:
     return table
 
 
-def _range(interval: tuple[float, float]) -> str:
-    return f"{interval[0]:.3g} … {interval[1]:.3g}"
+def _range(interval: tuple[float, float] | None) -> str:
+    return "not known" if interval is None else f"{interval[0]:.3g} … {interval[1]:.3g}"
 
 
-def _policies(specs: tuple[str, ...], traces_path: pathlib.Path | None, costs: "CostModel | None") -> "list[Policy]":
-    """The policies that a user named, fitted if they have to be."""
+def _policies(
+    specs: tuple[str, ...], traces_path: pathlib.Path | None, costs: "CostModel | None", log: "StepLog"
+) -> "list[Policy]":
+    """The policies that a user named, fitted if they have to be; a warning if that was on the prompts of the log."""
+    import warnings
+
+    from speckv.errors import SpecKVWarning
+    from speckv.evaluation.recording import shares_prompts
     from speckv.evaluation.situations import check_evaluable
     from speckv.plugins import make_policy
     from speckv.policy import Policy
@@ -122,7 +132,14 @@ def _policies(specs: tuple[str, ...], traces_path: pathlib.Path | None, costs: "
         policy = load_policy(spec) if (pathlib.Path(spec) / "policy.json").exists() else make_policy(spec)
         check_evaluable(policy)
         if type(policy).fit is not Policy.fit and not policy.fitted:
-            dataset = shipped_traces() if traces_path is None else TraceDataset(traces_path)
-            policy.fit(dataset.load(), costs or shipped_costs()[0])
+            traces = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
+            policy.fit(traces, costs or shipped_costs()[0])
+            if shares_prompts(log, traces):
+                warnings.warn(
+                    f"{policy.label} was fitted to prompts of the log, so that it looks better than it is: fit it to "
+                    "others, with `speckv train` or --traces",
+                    SpecKVWarning,
+                    stacklevel=2,
+                )
         policies.append(policy)
     return policies

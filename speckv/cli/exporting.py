@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from speckv.cli.common import COSTS, FOLDER, TRACES, make_console
+from speckv.cli.common import COSTS, FOLDER, TRACES, make_console, must_be_new
 
 if TYPE_CHECKING:
     from speckv.traces import Rollouts
@@ -41,6 +41,7 @@ def export(
         return
     if policy_folder is None or exporter_spec is None or out is None:
         raise click.UsageError("give a saved policy's folder, --to and --out; or --list")
+    must_be_new(out)
     from speckv.exporting import FIDELITY
     from speckv.exporting import export as write
     from speckv.files import read_json
@@ -76,7 +77,10 @@ def _held_out(traces: "Rollouts", training: dict[str, Any] | None) -> "tuple[Rol
     """The sequences whose prompts a policy was not trained on, all if it was on each, and which these are in words."""
     import numpy as np
 
-    known = np.isin(traces.ids, (training or {}).get("prompts", []))
+    from speckv.training import fingerprints
+
+    seen = np.isin(fingerprints(traces), (training or {}).get("sequences", []))
+    known = np.isin(traces.ids, traces.ids[seen])
     if not known.any():
         return traces, ""
     if known.all():

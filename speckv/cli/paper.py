@@ -42,8 +42,9 @@ def reproduce(
     from speckv.shipped import shipped_costs, shipped_traces
     from speckv.traces import TraceDataset
 
-    if report_path is not None:
-        must_be_new(report_path)
+    must_be_new(json_path)
+    must_be_new(json_path)
+    must_be_new(report_path)
     published = PaperData.read(folder)
     traces = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
     errors = Console(stderr=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from speckv.cli.common import FOLDER
+from speckv.cli.common import FOLDER, must_be_new
 from speckv.errors import SpecKVError
 
 
@@ -169,8 +169,7 @@ def profile(
     from speckv.prompts import load_prompts
     from speckv.shipped import PROMPTS
 
-    if out.exists():
-        raise SpecKVError(f"{out}: exists already; choose another file")
+    must_be_new(out)
     for compression in compressions:
         check_compression(compression)
     prompts = load_prompts(prompts_path or PROMPTS)[:held_out]

@@ -4,7 +4,7 @@ import pathlib
 
 import click
 
-from speckv.cli.common import COSTS, FOLDER, TRACES, make_console
+from speckv.cli.common import COSTS, FOLDER, TRACES, make_console, must_be_new
 
 
 @click.group()
@@ -75,8 +75,7 @@ def traces_import(source: pathlib.Path, importer_spec: str, out: pathlib.Path) -
     from speckv.errors import SpecKVError
     from speckv.plugins import make_importer
 
-    if out.exists():
-        raise SpecKVError(f"{out}: exists already; choose another file")
+    must_be_new(out)
     if not source.exists():
         raise SpecKVError(f"{source}: no such file or folder; expected a step log")
     imported = make_importer(importer_spec).read(source)
@@ -109,14 +108,12 @@ def traces_to_steps(
 
     With `--policy fixed:gamma=2 --policy fixed:gamma=4 …` it is a profiling grid; with `explore` it has propensities.
     """
-    from speckv.errors import SpecKVError
     from speckv.evaluation.recording import join, to_steps
     from speckv.plugins import load_costs, make_policy
     from speckv.shipped import shipped_costs, shipped_traces
     from speckv.traces import TraceDataset
 
-    if out.exists():
-        raise SpecKVError(f"{out}: exists already; choose another file")
+    must_be_new(out)
     data = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
     costs = load_costs(costs_name) if costs_name else shipped_costs()[0]
     policies = [make_policy(spec) for spec in policy_specs]

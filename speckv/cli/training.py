@@ -1,6 +1,7 @@
 """`speckv train`: a policy learns from a recording, and is kept."""
 
 import contextlib
+import copy
 import importlib.util
 import pathlib
 import shlex
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from speckv.cli.common import COSTS, FOLDER, TRACES
+from speckv.cli.common import COSTS, FOLDER, TRACES, must_be_writable, must_learn
 from speckv.errors import SpecKVError
 
 if TYPE_CHECKING:
@@ -54,14 +55,13 @@ def train(
     """
     import numpy as np
 
-    from speckv.comparison import folds_of
+    from speckv.comparison import folds_of, naming
     from speckv.files import write_json
     from speckv.plugins import load_costs, make_policy
-    from speckv.policy import Policy
     from speckv.saving import save_policy
     from speckv.shipped import shipped_costs, shipped_traces
     from speckv.traces import TraceDataset
-    from speckv.training import TrainedPolicy, identify
+    from speckv.training import TrainedPolicy, fingerprints
 
     checkpoint = out / "checkpoint.safetensors"
     if (out / "policy.json").exists():
@@ -72,9 +72,9 @@ def train(
             if resume
             else f"{out}: holds a training that was stopped; add --resume, or choose another folder"
         )
+    must_be_writable(out)
     policy = make_policy(policy_spec)
-    if type(policy).fit is Policy.fit:
-        raise SpecKVError(f"policy {policy.label!r} learns nothing from a recording; `speckv policies` says which do")
+    must_learn(policy)
     if isinstance(policy, TrainedPolicy):
         policy.steps = steps or policy.steps
     elif steps or log_dir or resume:
@@ -87,14 +87,15 @@ def train(
     costs = load_costs(costs_name) if costs_name else shipped_costs()[0]
     fold_of = folds_of(traces, folds, seed) if folds > 1 else np.ones(len(traces), dtype=np.int64)
     learned = traces.take(fold_of > 0)
-    if isinstance(policy, TrainedPolicy):
-        with _watched(policy, checkpoint, log_dir) as watch:
-            policy.train(learned, costs, seed, watch)
-    else:
-        policy.fit(learned, costs, seed)
+    with naming(policy):
+        if isinstance(policy, TrainedPolicy):
+            with _watched(policy, checkpoint, log_dir) as watch:
+                policy.train(learned, costs, seed, watch)
+        else:
+            policy.fit(learned, costs, seed)
     prompts = sorted(set(learned.ids.tolist()))
     about: dict[str, Any] = {"command": shlex.join(["speckv", *sys.argv[1:]]), "seed": seed, "costs": costs.name}
-    about["fingerprint"] = identify(policy, learned, costs, seed)["traces"]
+    about["sequences"] = fingerprints(learned)
     write_json(out / "training.json", about | {"traces": traces.manifest.settings, "prompts": prompts})
     save_policy(policy, out)
     checkpoint.unlink(missing_ok=True)
@@ -122,13 +123,16 @@ def _report(policy: "Policy", learned: "Rollouts", held_out: "Rollouts", costs: 
     """Print what it reaches on the held-out prompts, beside the best fixed gamma of the others."""
     import numpy as np
 
+    from speckv.comparison import naming
     from speckv.plugins import make_policy
-    from speckv.replaying import measure_controller, replay
+    from speckv.replaying import known_controller, measure_controller, replay
 
     seconds = []
     for each in (policy, make_policy("best-fixed").fit(learned, costs)):
-        controller = costs.controller.get(each.name) or measure_controller(each, held_out, costs)
-        seconds.append(replay(each.forget(), held_out, costs, controller).sequence_seconds)
+        with naming(each):
+            controller = known_controller(each, costs) or measure_controller(each, held_out, costs)
+            # A copy: it plays from the memory that it was fitted with, and keeps it.
+            seconds.append(replay(copy.deepcopy(each), held_out, costs, controller).sequence_seconds)
     for compression in np.unique(held_out.compressions):
         of_it = held_out.compressions == compression
         mine, fixed = (held_out.lengths[of_it].sum() / each[of_it].sum() for each in seconds)

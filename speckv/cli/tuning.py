@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from speckv.cli.common import COSTS, TRACES, make_console
+from speckv.cli.common import COSTS, TRACES, make_console, must_be_new, must_learn
 from speckv.errors import SpecKVError
 
 if TYPE_CHECKING:
@@ -53,18 +53,17 @@ def tune(
     """
     from rich.table import Table
 
-    from speckv.comparison import folds_of
+    from speckv.comparison import folds_of, naming, with_decision_times
     from speckv.files import write_json
     from speckv.plugins import load_costs, make_policy
-    from speckv.policy import Policy
     from speckv.replaying import replay
     from speckv.shipped import shipped_costs, shipped_traces
     from speckv.traces import TraceDataset
     from speckv.tuning import search
 
+    must_be_new(out)
     candidates = _combinations(policy_spec, grid)
-    if type(candidates[0]).fit is Policy.fit:
-        raise SpecKVError(f"policy {policy_spec!r} learns nothing from a recording; `speckv policies` says which do")
+    must_learn(candidates[0])
     if (reason := candidates[0].untrainable) is not None:
         raise SpecKVError(f"policy {policy_spec!r} {reason}")
     traces = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
@@ -78,7 +77,10 @@ def tune(
         table.add_row(candidate.label, f"{speed:.4g}")
     make_console().print(table)
     fixed = make_policy("best-fixed").fit(learned, costs, seed)
-    mine, base = (replay(each, held_out, costs).throughput for each in (best.fit(learned, costs, seed), fixed))
+    base = replay(fixed, held_out, costs).throughput
+    (costs,) = with_decision_times(best, learned, [costs])
+    with naming(best):
+        mine = replay(best.fit(learned, costs, seed), held_out, costs).throughput
     click.echo(f"{best.label}: {mine / base - 1:+.1%} against the best fixed gamma on held-out prompts")
     if out is not None:
         command = shlex.join(["speckv", *sys.argv[1:]])

@@ -3,18 +3,19 @@
  * Nothing is allocated, nothing is shared: a sequence is a speckv_sequence, and any number of them may be used from any
  * number of threads, each from one at a time. The order of calls, for each sequence:
  *
- *   speckv_start(&s, tokens_of_the_prompt, SPECKV_BF16);  // or how else the target's weights are stored
+ *   speckv_start(&s, tokens_of_the_prompt, SPECKV_BF16, cost_ratio);  // or how else the target's weights are stored
  *   repeat for each step:
- *     int most = speckv_choose_gamma(&s);          // and no more than the host has room for
+ *     int most = speckv_choose_gamma(&s, batch_size);  // and no more than the host has room for
  *     for each token of the draft:
  *       if (!speckv_draw_token(&s, entropy, top1, top2, top10)) break;  // asked once its distribution is known
  *       draw the token, which will be verified in any case
  *       if (it was the last one, or !speckv_keep_drafting(&s, probability_of_the_token)) break;
  *     speckv_observe(&s, drafted, accepted, target_entropy, target_margin);  // before the text is cut off at its end
  *
- * Entropies are in nats, top1, top2 and top10 the probabilities of the likeliest token, the second, and the ten
- * likeliest together, target_margin the difference of the two largest logits behind the last committed token. What the
- * policy does not look at may be 0; SPECKV_READS says what it does.
+ * cost_ratio is the seconds of a draft forward to those of a one-token target forward, batch_size how many sequences
+ * are decoded together. Entropies are in nats, top1, top2 and top10 the probabilities of the likeliest token, the
+ * second, and the ten likeliest together, target_margin the difference of the two largest logits behind the last
+ * committed token. What the policy does not look at may be 0; SPECKV_READS says what it does.
  */
 #ifndef SPECKV_POLICY_H
 #define SPECKV_POLICY_H
@@ -47,24 +48,25 @@ static inline double speckv_sigmoid(double x)
 
 @RULES@
 
-/* Begin a sequence: tokens of its prompt, and the target's compression. */
-static inline void speckv_start(speckv_sequence *s, int context_length, int compression)
+/* Begin a sequence: tokens of its prompt, the target's compression, and seconds of a draft forward to a target's. */
+static inline void speckv_start(speckv_sequence *s, int context_length, int compression, double cost_ratio)
 {
     const speckv_sequence fresh = {0};
     *s = fresh;
     s->context_length = context_length;
     s->compression = compression;
+    s->cost_ratio = cost_ratio;
     s->is_first = 1;
     s->running_acceptance = 0.5;
-    s->batch_size = 1;
     s->survival = 1;
     s->goes_on = 1;
 }
 
-/* At most how many tokens to draft. */
-static inline int speckv_choose_gamma(speckv_sequence *s)
+/* At most how many tokens to draft, in a batch of so many sequences. */
+static inline int speckv_choose_gamma(speckv_sequence *s, int batch_size)
 {
     int gamma;
+    s->batch_size = batch_size;
     s->survival = 1;
     s->goes_on = 1;
     s->draft_index = 0;

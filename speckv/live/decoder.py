@@ -42,6 +42,25 @@ class Options(TypedDict, total=False):
     keep_cache: bool
 
 
+def check_decodable(policy: Policy, drafter: type[Drafter], gamma_max: int, costs: CostModel | None) -> None:
+    """Raise SpecKVError if a policy can't decode live: it knows the future, is not fitted, plays more than `gamma_max`,
+    or reads a feature that cannot be had here."""
+    if isinstance(policy, Clairvoyant):
+        raise SpecKVError(f"policy {policy.name!r} knows the future: replay it, it cannot decode live")
+    if gamma_max < 0:
+        raise SpecKVError(f"gamma_max is {gamma_max}; it must be 0 or more")
+    check_playable(policy, gamma_max)
+    check_features(policy.features)
+    for name in policy.features:
+        if (signal := signal_of(name)) and signal not in drafter.signals:
+            raise SpecKVError(
+                f"policy {policy.name!r} reads the feature {name!r}, which {drafter.__name__} cannot give; choose "
+                "another policy or drafter"
+            )
+    if costs is None and "cost_ratio" in policy.features:
+        raise SpecKVError(f"policy {policy.name!r} reads the feature 'cost_ratio': give the decoder a cost model")
+
+
 class SpeculativeDecoder:
     """Speculative decoding: what the target alone would say, in fewer forwards of it.
 
@@ -76,23 +95,10 @@ class SpeculativeDecoder:
         merge_prefill: bool = False,
         record_signals: bool = False,
     ) -> None:
-        if isinstance(policy, Clairvoyant):
-            raise SpecKVError(f"policy {policy.name!r} knows the future: replay it, it cannot decode live")
-        if gamma_max < 0:
-            raise SpecKVError(f"gamma_max is {gamma_max}; it must be 0 or more")
-        check_playable(policy, gamma_max)
-        check_features(policy.features)
         self.drafter = ModelDrafter(draft) if isinstance(draft, LanguageModel) else draft
+        check_decodable(policy, type(self.drafter), gamma_max, costs)
         if isinstance(self.drafter, ModelDrafter):
             check_same_vocabulary(target, self.drafter.model)
-        for name in policy.features:
-            if (signal := signal_of(name)) and signal not in self.drafter.signals:
-                raise SpecKVError(
-                    f"policy {policy.name!r} reads the feature {name!r}, which {type(self.drafter).__name__} cannot "
-                    "give; choose another policy or drafter"
-                )
-        if costs is None and "cost_ratio" in policy.features:
-            raise SpecKVError(f"policy {policy.name!r} reads the feature 'cost_ratio': give the decoder a cost model")
         if merge_prefill and policy.online:
             raise SpecKVError(
                 f"policy {policy.name!r} learns from the seconds of its steps, which must not hold the prompt's; "

@@ -230,6 +230,7 @@ class Decoding:
                     log_probabilities=sequence.log_probabilities,
                     finish_reason=sequence.finish_reason,
                     steps=sequence.steps,
+                    kind=self.policy.kind,
                     seconds=sequence.seconds,
                     prefill_seconds=self.prefill_seconds,
                     cache=KeptCache(sequence.context, self.target, self.drafting.cached) if self.keeps_cache else None,

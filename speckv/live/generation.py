@@ -6,6 +6,7 @@ only drafts for it; that is a private interface of transformers, which may move.
 """
 
 import contextlib
+import functools
 import inspect
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from speckv.compression import COMPRESSIONS
 from speckv.costs import CostModel
 from speckv.errors import SpecKVError
 from speckv.features import FeatureTracker, When
-from speckv.live.decoder import SpeculativeDecoder
+from speckv.live.decoder import SpeculativeDecoder, check_decodable
 from speckv.live.drafting import ModelDrafter
 from speckv.live.models import LanguageModel
 from speckv.live.results import Decoded, Step
@@ -156,6 +157,7 @@ class Speculate:
             log_probabilities=[],
             finish_reason=sequence.finish_reason or "stop",
             steps=sequence.steps,
+            kind=self.policy.kind,
             seconds=sum(step.seconds for step in sequence.steps),
             prefill_seconds=decoding.prefill_seconds,
         )
@@ -178,12 +180,18 @@ def candidates(
     Yields:
         The steps of each text that is decoded meanwhile. The seconds of the first hold the prompt's, and the target's
         signals come from logits that the processors have changed. Of stopping criteria only stop strings end the text
-        where they end it for the model alone; others are asked once a step.
+        where they end it for the model alone, and greedy text only; others are asked once a step.
+
+    Raises:
+        SpecKVError: the policy can't decode live; in `generate`, there is no assistant model, or text that ends at stop
+            strings is to be sampled.
     """
-    original = model._get_candidate_generator
+    check_decodable(policy, ModelDrafter, gamma_max, costs)
+    original, replaced = model._get_candidate_generator, vars(model).get("_get_candidate_generator")
     signature = inspect.signature(original)
     texts: list[list[Step]] = []
 
+    @functools.wraps(original)  # its signature is that of what is inside, if contexts are nested
     def make(*args: Any, **kwargs: Any) -> CandidateGenerator:
         given = signature.bind(*args, **kwargs).arguments
         if given.get("assistant_model") is None:
@@ -195,7 +203,10 @@ def candidates(
     try:
         yield texts
     finally:
-        del model._get_candidate_generator
+        if replaced is None:
+            del model._get_candidate_generator
+        else:
+            model._get_candidate_generator = replaced
 
 
 class PolicyCandidates(CandidateGenerator):  # type: ignore[misc]  # transformers is typed in parts
@@ -218,6 +229,12 @@ class PolicyCandidates(CandidateGenerator):  # type: ignore[misc]  # transformer
         given: dict[str, Any],
     ) -> None:
         config, prompt = given["generation_config"], given["input_ids"]
+        # One that was drawn has to be verified, and transformers would not stop at it behind the target's own token.
+        if config.do_sample and config.stop_strings:
+            raise SpecKVError(
+                "transformers' assisted generation can't sample text that ends at stop strings; use "
+                "custom_generate=Speculate(…) with stopping_criteria=[StopStringCriteria(…)]"
+            )
         target, draft = _hosted([model, given["assistant_model"]], None, config)
         self.policy, self.gamma_max, self.steps = policy, gamma_max, steps
         self.processors, self.samples, self.max_length = given["logits_processor"], config.do_sample, config.max_length

@@ -22,6 +22,8 @@ class Step:
 
     Attributes:
         position: tokens committed before the step.
+        chosen: tokens that the policy asked for before the step, up to the decoder's gamma_max.
+        propensity: chance with which it asked for so many.
         gamma: tokens that were verified.
         accepted: of them, how many the target agreed with, before anything is cut off at the end of the text.
         committed: tokens that the text grew by: accepted + 1, or fewer in the last step.
@@ -39,6 +41,8 @@ class Step:
     """
 
     position: int
+    chosen: int
+    propensity: float
     gamma: int
     accepted: int
     committed: int
@@ -71,6 +75,7 @@ class Decoded:
         log_probabilities: of each token under the target, before processors and warping; empty unless asked for.
         finish_reason: `eos`, `stop` (a stop string) or `length`.
         steps: what happened, step by step.
+        kind: of the policy that decided them, as of `speckv.Policy.kind`.
         seconds: duration of all steps.
         prefill_seconds: duration of the forwards over the prompt.
         cache: for a text that goes on, if asked for.
@@ -82,6 +87,7 @@ class Decoded:
     log_probabilities: list[float]
     finish_reason: FinishReason
     steps: list[Step]
+    kind: str
     seconds: float
     prefill_seconds: float
     cache: "KeptCache | None" = None

@@ -4,6 +4,7 @@ import csv
 import itertools
 import math
 import pathlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -172,6 +173,30 @@ def _read(path: pathlib.Path, texts: list[str], numbers: list[str]) -> dict[str,
     return columns | {name: np.array([number(line, name) for line in range(len(rows))]) for name in numbers}
 
 
+def _read_cells(
+    path: pathlib.Path, names: Mapping[str, Sequence[str]], numbers: list[str]
+) -> dict[str, npt.NDArray[Any]]:
+    """Columns of a published table that has one row for each combination of these names, in any order.
+
+    Raises:
+        SpecKVError: as of `_read`; or a row is missing, stands there twice, or is of something else.
+    """
+    columns = _read(path, list(names), numbers)
+    if "compression" in names:
+        columns["compression"] = np.char.lower(columns["compression"])
+    for name, known in names.items():
+        _check(path, np.isin(columns[name], known), f"{name} must be one of {', '.join(known)}")
+    seen: set[tuple[str, ...]] = set()
+    for line, cell in enumerate(zip(*(columns[name].tolist() for name in names), strict=True), start=2):
+        if cell in seen:
+            raise SpecKVError(f"{path}: row {line}: {' '.join(cell)} has a row already; mend or remove that row")
+        seen.add(cell)
+    for cell in itertools.product(*names.values()):
+        if cell not in seen:
+            raise SpecKVError(f"{path}: has no row for {' '.join(cell)}; take the published file")
+    return columns
+
+
 def _check(path: pathlib.Path, right: npt.NDArray[np.bool_], what: str) -> None:
     """Raise SpecKVError for the first row that is not right."""
     if not right.all():
@@ -279,12 +304,18 @@ def find_oddities(steps: Steps) -> dict[str, npt.NDArray[np.bool_]]:
 def _read_published(folder: pathlib.Path) -> dict[str, Any]:
     """The published results but the optimal gammas."""
     policies = ["Fixed-4", "Fixed-best", "Task-oracle", "SpecKV-fast", "SpecKV-accurate"]
-    table1 = _read(folder / "paper_table1_policy_comparison.csv", ["compression"], policies)
-    cells = ["compression", "task"]
-    table2 = _read(folder / "paper_table2_detailed_breakdown.csv", cells, ["Fixed-4", "SpecKV", "improvement_pct"])
-    intervals = _read(folder / "paper_confidence_intervals.csv", ["policy"], ["mean", "ci_lower", "ci_upper"])
-    predictors = _read(folder / "phase3_predictor_comparison.csv", ["model"], ["val_mse", "val_corr"])
-    earlier = _read(folder / "phase3_policy_comparison.csv", ["policy", *cells], ["mean_expected_tokens"])
+    models = ["Ridge", "MLP-small", "MLP-medium", "RandomForest"]
+    cells = {"compression": COMPRESSIONS, "task": TASKS}
+    table1, table2, intervals, predictors, earlier = (
+        _read_cells(folder / f"{name}.csv", names, numbers)
+        for name, names, numbers in (
+            ("paper_table1_policy_comparison", {"compression": (*COMPRESSIONS, "overall")}, policies),
+            ("paper_table2_detailed_breakdown", cells, ["Fixed-4", "SpecKV", "improvement_pct"]),
+            ("paper_confidence_intervals", {"policy": policies}, ["mean", "ci_lower", "ci_upper"]),
+            ("phase3_predictor_comparison", {"model": models}, ["val_mse", "val_corr"]),
+            ("phase3_policy_comparison", {"policy": [*policies[:3], "SpecKV"]} | cells, ["mean_expected_tokens"]),
+        )
+    )
     path = folder / "paper_numbers.json"
     numbers = read_json(path, "the numbers of the paper")
 
@@ -297,7 +328,7 @@ def _read_published(folder: pathlib.Path) -> dict[str, Any]:
             "records": {name: numbers["dataset"][f"{name}_records"] for name in ("train", "test")}
             | {"total": numbers["dataset"]["total_step_records"]},
             "table1": {
-                name.lower(): {policy: float(table1[policy][row]) for policy in policies}
+                name: {policy: float(table1[policy][row]) for policy in policies}
                 for row, name in enumerate(table1["compression"].tolist())
             },
             "table2": rows(table2, *cells, "fixed_4", "speckv", "improvement_pct"),
@@ -316,7 +347,7 @@ def _read_published(folder: pathlib.Path) -> dict[str, Any]:
             },
             "earlier_predictors": {row.pop("model"): row for row in rows(predictors, "model", "mse", "correlation")},
             "earlier_policies": rows(earlier, "policy", *cells, "tokens"),
-            "importances": dict(numbers["feature_importance"]),
+            "importances": {name: numbers["feature_importance"][name] for name in (*SIGNALS, "compression", "gamma")},
             "decision_ms": {
                 "MLP-16": numbers["predictor"]["fast_overhead_ms"],
                 "RF-100": numbers["predictor"]["reference_overhead_ms"],

@@ -18,6 +18,8 @@ from speckv.paper.protocol import ACCURATE, FAST
 FOLDS = 5
 RESAMPLES = 9_999
 BEST_FIXED = "Best fixed by speed"
+#: Policies of the paper that are chosen on all steps, those that they are valued on among them; the others are not.
+IN_SAMPLE = ("Fixed-best", "Task-oracle")
 _GAMMAS = np.array(GAMMAS)
 
 
@@ -297,6 +299,7 @@ def examine(paper: PaperData, reproduction: protocol.Reproduction) -> dict[str, 
     }
     chosen = reproduction.simulation.choices
     return {
+        "in_sample": list(IN_SAMPLE),
         "gamma_8_share": {
             name: _digits(np.mean(chosen[name] == max(GAMMAS)), 3) for name in ("SpecKV-fast", "SpecKV-accurate")
         },

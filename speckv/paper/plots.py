@@ -49,6 +49,11 @@ def _label(figure: "Figure", text: str, narrow: bool) -> None:
     figure.supxlabel(textwrap.fill(text, 50) if narrow else text, fontsize=9)
 
 
+def _star(policy: str, honest: dict[str, Any]) -> str:
+    """A policy's name, with a star if it was chosen on the very steps that it is valued on."""
+    return f"{policy} *" if policy in honest["in_sample"] else policy
+
+
 def _number(value: float | None) -> float:
     """What is not known is not drawn."""
     return float("nan") if value is None else value
@@ -64,8 +69,10 @@ def draw_tokens(result: dict[str, Any], narrow: bool = False) -> "Figure":
             happened = _number(result["honest"]["table1"][compression][policy])
             axis.plot([expected, happened], [y, y], color="0.8", linewidth=2, zorder=1)
             axis.plot(expected, y, "o", color=_PUBLISHED, label="expected by the policy's own predictor")
-            axis.plot(happened, y, "D", color=_HONEST, markersize=5, label="what happened (held-out prompts)")
-        axis.set_yticks(range(len(policies)), list(reversed(policies)))
+            axis.plot(
+                happened, y, "D", color=_HONEST, markersize=5, label="what happened (held-out prompts; * in-sample)"
+            )
+        axis.set_yticks(range(len(policies)), [_star(policy, result["honest"]) for policy in reversed(policies)])
         axis.set_title(compression.upper(), fontsize=9)
         axis.set_ylim(-0.5, len(policies) - 0.5)
         axis.grid(axis="x", color="0.92")
@@ -90,11 +97,11 @@ def draw_throughput(honest: dict[str, Any], narrow: bool = False) -> "Figure":
             axis.plot([gain["low"], gain["high"]], [y, y], color=color, linewidth=2, solid_capstyle="butt")
             axis.plot(gain["gain_pct"], y, "o", color=color, markersize=4.5)
         axis.axvline(0, color="black", linewidth=0.8)
-        axis.set_yticks(range(len(rows)), [row["policy"] for row in rows])
+        axis.set_yticks(range(len(rows)), [_star(row["policy"], honest) for row in rows])
         four = next(row for row in rows if row["policy"] == "Fixed-4")["tokens_per_second"][compression]
         axis.set_title(f"{compression.upper()} (gamma 4: {four:.1f} tok/s)", fontsize=9)
         axis.grid(axis="x", color="0.92")
-    _label(figure, "tokens per second against gamma 4, % (bars: 95 % interval, prompts resampled)", narrow)
+    _label(figure, "tokens per second against gamma 4, % (bars: 95 % interval, prompts resampled; * in-sample)", narrow)
     return figure
 
 

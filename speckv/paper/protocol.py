@@ -325,21 +325,23 @@ def reproduce(paper: PaperData) -> Reproduction:
 
 
 def find_differences(published: Any, reproduced: Any, where: str = "") -> list[dict[str, Any]]:
-    """Every published number that comes out otherwise: where it stands, and both."""
-    if isinstance(published, dict):
-        keys = [key for key in published if key in reproduced]
-        parts = [find_differences(published[key], reproduced[key], f"{where} {key}".strip()) for key in keys]
-    elif isinstance(published, list):
-        pairs = zip(published, reproduced, strict=True)
-        parts = [find_differences(a, b, f"{where} {_name(a)}") for a, b in pairs]
-    else:
+    """Every published number that comes out otherwise or not at all (None): where it stands, and both.
+
+    Rows of a list belong together by their texts, in whatever order they stand.
+    """
+    if isinstance(published, list):
+        published, reproduced = name_rows(published), name_rows(reproduced or [])
+    if not isinstance(published, dict):
         same = published == reproduced
         return [] if same else [{"what": where, "published": published, "reproduced": reproduced}]
+    there = reproduced or {}
+    parts = [find_differences(part, there.get(key), f"{where} {key}".strip()) for key, part in published.items()]
     return [difference for part in parts for difference in part]
 
 
-def _name(row: dict[str, Any]) -> str:
-    return " ".join(str(value) for value in row.values() if isinstance(value, str))
+def name_rows(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The rows of a table by their texts, such as compression and task."""
+    return {" ".join(value for value in row.values() if isinstance(value, str)): row for row in rows}
 
 
 def _rounded(value: Any, digits: int) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from speckv.paper.data import COMPRESSIONS, GAMMAS, SIGNALS
-from speckv.paper.protocol import INPUTS
+from speckv.paper.protocol import INPUTS, name_rows
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -64,12 +64,25 @@ def _parts(result: dict[str, Any]) -> Iterable[dict[str, Any]]:
     return result["published"], result, result["honest"]
 
 
+def _by_name(*tables: list[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], ...]]:
+    """The rows of these tables that are of the same cell, in the order of the first table."""
+    first, *others = map(name_rows, tables)
+    return [(row, *(other[name] for other in others)) for name, row in first.items()]
+
+
+def _mark(text: str, policy: str, honest: dict[str, Any]) -> str:
+    """A text about a policy, marked if the policy was chosen on the very steps that it is valued on."""
+    return f"{text} (in-sample)" if policy in honest["in_sample"] else text
+
+
 def make_table1(result: dict[str, Any]) -> Table:
     rows = [
         [compression, policy, *(format_number(part["table1"][compression][policy]) for part in _parts(result))]
         for compression, values in result["published"]["table1"].items()
         for policy in values
     ]
+    for row in rows:
+        row[-1] = _mark(row[-1], row[1], result["honest"])
     return Table("Table 1: tokens a step", ("compression", "policy", *_THREE), rows, labels=2)
 
 
@@ -81,7 +94,7 @@ def make_table2(result: dict[str, Any]) -> Table:
             f"({format_percent(cell['improvement_pct'])})"
             for cell in cells
         ]
-        for cells in zip(*(part["table2"] for part in _parts(result)), strict=True)
+        for cells in _by_name(*(part["table2"] for part in _parts(result)))
     ]
     title = "Table 2: tokens a step of gamma 4 → of SpecKV-fast"
     return Table(title, ("compression", "task", *_THREE), rows, labels=2)
@@ -95,6 +108,8 @@ def make_intervals(result: dict[str, Any]) -> Table:
         ]
         for policy in result["published"]["intervals"]
     ]
+    for row in rows:
+        row[-1] = _mark(row[-1], row[0], result["honest"])
     columns = ("policy", "published", "reproduced", "honest (prompts resampled)")
     return Table("Tokens a step over all compressions, 95 % intervals", columns, rows)
 
@@ -140,7 +155,7 @@ def make_numbers(result: dict[str, Any]) -> Table:
 def make_optimal_gammas(result: dict[str, Any]) -> Table:
     rows = [
         [a["compression"], a["task"]] + [f"{row['gamma']} ({row['tokens_per_second']:.1f} tok/s)" for row in (a, b)]
-        for a, b in zip(result["published"]["optimal_gamma"], result["optimal_gamma"], strict=True)
+        for a, b in _by_name(result["published"]["optimal_gamma"], result["optimal_gamma"])
     ]
     columns = ("compression", "task", "published", "reproduced")
     return Table("The fastest gamma in each cell", columns, rows, labels=2)
@@ -177,14 +192,19 @@ def make_throughput(honest: dict[str, Any]) -> Table:
     for row in honest["throughput"]:
         rates, gains = row["tokens_per_second"], row["over_fixed_4"]
         cells = [f"{format_number(rates[c], 1)} ({format_percent(gains[c]['gain_pct'])})" for c in COMPRESSIONS]
-        rows.append([row["policy"], f"{100 * row['gamma_share'][str(max(GAMMAS))]:.0f} %", *cells])
+        name = _mark(row["policy"], row["policy"], honest)
+        rows.append([name, f"{100 * row['gamma_share'][str(max(GAMMAS))]:.0f} %", *cells])
     title = "Tokens per second from the paper's own timings (against gamma 4)"
     return Table(title, ("policy", "plays 8", *COMPRESSIONS), rows)
 
 
 def make_gains(honest: dict[str, Any]) -> Table:
     rows = [
-        [row["policy"], *(format_gain(row["over_best_fixed"][c]) for c in COMPRESSIONS)] for row in honest["throughput"]
+        [
+            _mark(row["policy"], row["policy"], honest),
+            *(format_gain(row["over_best_fixed"][c]) for c in COMPRESSIONS),
+        ]
+        for row in honest["throughput"]
     ]
     title = "Tokens per second against the best fixed gamma, 95 % intervals by prompt"
     return Table(title, ("policy", *COMPRESSIONS), rows)

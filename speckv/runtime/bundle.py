@@ -1,5 +1,6 @@
 """A policy bundle: a folder of JSON and safetensors that holds a policy in portable form."""
 
+import itertools
 import pathlib
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -11,7 +12,7 @@ from speckv.errors import SpecKVError
 from speckv.features import FEATURES, signal_of
 from speckv.files import check_version, read_json, write_atomically, write_json
 from speckv.runtime.models import Inputs, Network, Trees
-from speckv.runtime.programs import Additive, Choice, Draft, Gate, Program, Score, Table, Threshold, Worth
+from speckv.runtime.programs import LONGEST, Additive, Choice, Draft, Gate, Program, Score, Table, Threshold, Worth
 from speckv.runtime.sequence import Sequence
 
 FORMAT = "speckv-bundle"
@@ -50,24 +51,32 @@ class Bundle:
 
     @property
     def asks(self) -> str | None:
-        """What it has to be asked inside the draft: `draw_token`, `keep_drafting`, both, or None for nothing."""
+        """What it has to be asked inside the draft: `draw_token`, `keep_drafting`, both, or None for nothing.
+
+        Whichever it is, and if it is nothing but there are `signals`, `draw_token` has to be called for every token:
+        it is what tells them.
+        """
         stop = self.program.stop
         if stop is None:
             return None
         return "both" if isinstance(stop, Worth) else "keep_drafting" if stop.drawn else "draw_token"
 
-    def start(self, context_length: int = 0, compression: str = "bf16", cost_ratio: float = 0.0) -> Sequence:
+    def start(self, context_length: int = 0, compression: str = "bf16", cost_ratio: float | None = None) -> Sequence:
         """A new sequence.
 
         Args:
             context_length: tokens of the prompt.
             compression: of the target, one of `speckv.compression.COMPRESSIONS`.
-            cost_ratio: seconds of a draft forward to those of a one-token target forward.
+            cost_ratio: seconds of a draft forward to those of a one-token target forward; only needed by policies that
+                read it.
 
         Raises:
-            SpecKVError: the compression is unknown.
+            SpecKVError: the compression is unknown, or the cost ratio missing.
         """
-        return Sequence(self, context_length, list(COMPRESSIONS).index(check_compression(compression)), cost_ratio)
+        if cost_ratio is None and "cost_ratio" in self.program.features:
+            raise SpecKVError(f"cost_ratio is missing; policy {self.policy!r} reads it, so start has to be told it")
+        code = list(COMPRESSIONS).index(check_compression(compression))
+        return Sequence(self, context_length, code, cost_ratio or 0.0)
 
     def save(self, path: str | pathlib.Path) -> None:
         """Write it as `bundle.json` and `bundle.safetensors` into a folder.
@@ -115,9 +124,10 @@ def load(path: str | pathlib.Path) -> Bundle:
     check_version(value.get("schema_version"), SCHEMA_VERSION, path / "bundle.json")
     try:
         program = _decode(value["program"], load_file(path / "bundle.safetensors"))
-        if value["compressions"] != list(COMPRESSIONS)[: len(value["compressions"])]:
-            raise ValueError(f"it counts compressions as {', '.join(value['compressions'])}")
-        _try(program)
+        compressions = value["compressions"]
+        if not compressions or compressions != list(COMPRESSIONS)[: len(compressions)]:
+            raise ValueError(f"it counts compressions as {', '.join(compressions)}")
+        _try(program, len(compressions))
         policy = str(value["policy"])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OSError, SafetensorError) as error:
         raise SpecKVError(f"{path}: is not a whole policy bundle ({error}); export it again") from None
@@ -125,16 +135,19 @@ def load(path: str | pathlib.Path) -> Bundle:
     return Bundle(policy, program, read_json(replayed, "the fidelity of an export") if replayed.exists() else {})
 
 
-def _try(program: Program) -> None:
-    """Decide once, so that a damaged bundle fails where it is loaded and not in the middle of a text."""
-    values = dict.fromkeys(FEATURES, 0.0) | {"draft_index": 1.0}
+def _try(program: Program, compressions: int) -> None:
+    """Decide at each compression, so that a damaged bundle fails where it is loaded and not in the middle of a text."""
     for name in program.features:
         if name not in FEATURES:
             raise ValueError(f"it reads {name!r}, which is no feature")
-    program.gamma.choose(values)
-    if program.stop is not None:
-        program.stop.draws(values, draft := Draft())
-        program.stop.keeps(values, draft)
+    if (least := min(program.gamma.gammas)) < 0:
+        raise ValueError(f"it drafts {least} tokens")
+    for code, index in itertools.product(range(compressions), (1, LONGEST)):
+        values = dict.fromkeys(FEATURES, 0.0) | {"compression": float(code), "draft_index": float(index)}
+        program.gamma.choose(values)
+        if program.stop is not None:
+            program.stop.draws(values, draft := Draft())
+            program.stop.keeps(values, draft)
 
 
 def _encode(value: Any, place: str, arrays: Arrays) -> Any:

@@ -86,7 +86,12 @@ class Sequence:
 
         Args:
             draft_probability: of the drawn token under the draft. By default it was the likeliest.
+
+        Raises:
+            SpecKVError: of this draft `draw_token` was told nothing yet.
         """
+        if self._stop is not None and not self._index:
+            raise SpecKVError("keep_drafting was called before draw_token; tell draw_token of every token first")
         self._values["draft_probability"] = (
             self._values["draft_top1"] if draft_probability is None else draft_probability
         )
@@ -104,8 +109,13 @@ class Sequence:
                 by policies that read them.
 
         Raises:
-            SpecKVError: one of them is missing.
+            SpecKVError: one of them is missing, or `draw_token` was not told of all tokens by a host whose policy reads
+                signals of the last draft. Nothing was taken in then.
         """
+        if self._last and self._index < drafted:
+            raise SpecKVError(
+                f"{drafted} tokens were drafted and draw_token was told of {self._index}; it has to be told of each"
+            )
         values, of_target = self._values, {"target_entropy": target_entropy, "target_margin": target_margin}
         for name in self._targets:
             if (value := of_target[name]) is None:

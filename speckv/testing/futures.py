@@ -1,13 +1,10 @@
 """Recordings in which all that comes behind a moment is another story: what nobody may have looked at."""
 
-from collections.abc import Iterator
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
-from speckv.traces import Rollouts
+from speckv.traces import Rollouts, arrays_of
 
 
 def change_future(traces: Rollouts, row: int, position: int, drafted: int, rng: np.random.Generator) -> Rollouts:
@@ -57,16 +54,6 @@ def change_future(traces: Rollouts, row: int, position: int, drafted: int, rng: 
         signals=signals,
         off_signals=off_signals,
     )
-
-
-def arrays_of(traces: Rollouts) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """All arrays of a recording, by name."""
-    for item in fields(traces):
-        value = getattr(traces, item.name)
-        if isinstance(value, np.ndarray):
-            yield item.name, value
-        elif isinstance(value, dict):
-            yield from ((f"{item.name} {name}", array) for name, array in value.items())
 
 
 def overwrite(traces: Rollouts, other: Rollouts) -> None:

@@ -9,8 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from speckv.plugins import KINDS, Plugin, Registry, registry
-from speckv.plugins import _collect as collect
+from speckv.plugins import KINDS, Plugin, Registry, collect, registry
 from speckv.testing.checks import Check, CheckFailed, CheckSkipped, expecting, make_checks, require
 from speckv.testing.drafters import drafter_checks
 from speckv.testing.environments import env_checks

@@ -25,9 +25,9 @@ from speckv.plugins import policy_class
 from speckv.policy import Clairvoyant, Outcome, Policy, State, as_booleans, as_integers
 from speckv.replaying import Replay, measure_controller, replay
 from speckv.testing.checks import Check, CheckFailed, CheckSkipped, expecting, make_checks, require, require_package
-from speckv.testing.futures import arrays_of, change_future, copy_of, overwrite
+from speckv.testing.futures import change_future, copy_of, overwrite
 from speckv.testing.recordings import dense, make_costs, make_rollouts, spelled
-from speckv.traces import Rollout, Rollouts
+from speckv.traces import Rollout, Rollouts, arrays_of
 from speckv.training import TrainedPolicy
 
 #: Each decision of a step, and the kind of the features that it is made from.
@@ -72,6 +72,7 @@ def policy_checks(
         of_its_kind = [
             reads_its_features,
             *(of_online if policy.online else of_others),
+            *([states_its_propensity] if policy.overrides("choose_gamma") else []),
             *([draws_blindly] if policy.overrides("draw_token") else []),
             sees_no_future,
             copes_with_no_rows,
@@ -403,8 +404,9 @@ def answers_in_range(case: _Case) -> None:
     if isinstance(error := case._first_run, Exception):
         raise CheckFailed(f"{type(error).__name__}: {error}") from error
     chances = case.run.propensity
-    require(((chances > 0) & (chances <= 1)).all(), f"its propensity is {chances.min()} to {chances.max()}; it must be "
-            "above 0 and at most 1")  # fmt: skip
+    known = chances[~np.isnan(chances)]
+    require(((known > 0) & (known <= 1)).all(), f"its propensity is {known.min(initial=1)} to {known.max(initial=0)}; "
+            "it must be above 0 and at most 1, or NaN where it is not known")  # fmt: skip
     if not isinstance(case.policy, Clairvoyant):
         for rows in (1, 7):
             _require_answers(case, rows)
@@ -424,6 +426,26 @@ def foresees_in_range(case: _Case) -> None:
     require(gammas[inside].min() >= 0, "it plans a gamma below 0")
     more = np.unique((forwards - gammas)[inside])
     require(set(more.tolist()) <= {0, 1}, f"it plans {more.max()} draft forwards more than tokens; at most one is one")
+
+
+def states_its_propensity(case: _Case) -> None:
+    """Asked again and again with other lots, it chooses each gamma as often as it says that it does."""
+    policy, calls = case.fitted(), 400
+    replay(policy, case.traces, case.costs)  # what learns as it runs has its first tries behind it
+    before = tuple(name for name in policy.features if _exists(name, "before"))
+    features = case.random_features(before, 1, "before")
+    stated: dict[int, list[float]] = {}
+    for seed in range(calls):
+        if "random_state" in policy.get_params():
+            policy.random_state = seed  # type: ignore[attr-defined]
+        state = policy.new_state(1)
+        gamma = int(np.ravel(policy.choose_gamma(features, state))[0])
+        stated.setdefault(gamma, []).append(float(np.ravel(policy.propensity(state))[0]))
+    for gamma, chances in stated.items():
+        share, chance = len(chances) / calls, float(np.mean(chances))
+        wrong = abs(share - chance) > 5 * np.sqrt(max(chance * (1 - chance), 0) / calls) + 1e-9
+        require(not wrong, f"it chooses gamma {gamma} in {share:.1%} of {calls} calls, and says that its propensity is "
+                f"{chance:.3g}; NaN says that it is not known")  # fmt: skip
 
 
 def decides_each_row_alone(case: _Case) -> None:
@@ -505,11 +527,14 @@ def keeps_its_memory_layout(case: _Case) -> None:
 
 
 def keeps_nothing_hidden(case: _Case) -> None:
-    """It plays the same again, also when another recording was played in between; an online one, once it forgot."""
+    """It plays the same again, also when another recording was played in between; an online one, from the memory that
+    `fit` left it."""
     policy = case.fitted()
+    memory = copy.deepcopy(policy.memory)
     for traces, when in ((None, "the second time"), (case.others, "after another recording")):
         replay(policy, case.traces if traces is None else traces, case.costs)
-        _require_same(case.run, replay(policy.forget(), case.traces, case.costs), when)
+        policy.memory = copy.deepcopy(memory)
+        _require_same(case.run, replay(policy, case.traces, case.costs), when)
 
 
 def draws_blindly(case: _Case) -> None:

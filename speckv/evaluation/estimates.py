@@ -1,0 +1,251 @@
+"""The evaluation of a policy on a step log: every estimate with its interval, and how far the log carries it."""
+
+import copy
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from speckv.costs import CostModel, fit_costs_to_log
+from speckv.errors import SpecKVError, SpecKVWarning
+from speckv.evaluation.estimators import ESTIMATORS, Ips, inverse_propensities
+from speckv.evaluation.paths import Paths, can_replay
+from speckv.evaluation.situations import Situations, check_evaluable, chosen_gammas, make_situations, ordered
+from speckv.features import FloatArray
+from speckv.policy import Policy
+from speckv.replaying import replay
+from speckv.steplogs import StepLog
+
+#: Resamples of an interval, and paths that are drawn for the replay of a rebuilt one.
+RESAMPLES, DRAWS = 999, 20
+LEVEL = 0.95
+#: Fewer steps than these tell little, and of fewer sequences intervals are too narrow, whatever they say.
+FEW, FEW_SEQUENCES = 50, 20
+PATH = "path"
+_PATH_ASSUMES = "the text does not depend on gamma; the policy looks at outcomes alone; hazards depend on depth alone"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one estimator says of a policy.
+
+    Attributes:
+        estimator: its name.
+        throughput: expected committed tokens of a step over its expected seconds, tokens a second.
+        interval: of it, 95 %: percentiles of a bootstrap by sequence; None if the log holds only one.
+        tokens_per_step, tokens_interval: the same of the tokens alone.
+        assumes: when it is right, in words.
+    """
+
+    estimator: str
+    throughput: float
+    interval: tuple[float, float] | None
+    tokens_per_step: float
+    tokens_interval: tuple[float, float] | None
+    assumes: str
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A policy on the steps of a log at one compression.
+
+    Attributes:
+        policy, compression, costs: names.
+        estimates: one an estimator; those that the log can't support are missing.
+        logged: tokens a second of the log's own steps, in the same seconds.
+        steps, sequences: of the log.
+        agreement: share of the steps in which the policy would have chosen what was chosen.
+        effective_steps: (sum of weights)^2 / sum of squared weights: how many steps played by the policy itself the
+            weighted ones are worth; None without propensities.
+        warnings: what should make one doubt.
+    """
+
+    policy: str
+    compression: str
+    costs: str
+    estimates: list[Estimate]
+    logged: float
+    steps: int
+    sequences: int
+    agreement: float
+    effective_steps: float | None
+    warnings: list[str]
+
+    def of(self, estimator: str) -> Estimate:
+        """The estimate of that estimator. Raises KeyError if the log can't support it."""
+        return {estimate.estimator: estimate for estimate in self.estimates}[estimator]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def evaluate(
+    policy: Policy,
+    log: StepLog,
+    costs: CostModel | None = None,
+    gamma_max: int | None = None,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+    draws: int = DRAWS,
+) -> list[Evaluation]:
+    """Estimate a policy's throughput from a step log, at each compression in it.
+
+    The interval is a percentile bootstrap over sequences: steps of one text resemble each other. Models of acceptance
+    are fitted anew in each resample (the hazard by one Newton step), those of the doubly robust estimator once.
+
+    Args:
+        policy: decides before the step alone, from features in the log; fitted, if it learns.
+        log: with the compression of every step.
+        costs: how long forwards take; None takes the log's own seconds, and a cost model that is fitted to them.
+        gamma_max: no step of the evaluated policy drafts more; by default the most that the log asked for.
+        seed: of resampling.
+        resamples: of each interval.
+        draws: paths that are drawn for the replay of a rebuilt one.
+
+    Raises:
+        SpecKVError: the log lacks compressions, or seconds where no costs are given; or as of `make_situations`.
+    """
+    if not len(log):
+        raise SpecKVError("the step log holds no step")
+    if log.compression is None or (log.compression == "").any():
+        raise SpecKVError("the log does not say the target's compression of every step; import it again with that")
+    check_evaluable(policy)
+    model = costs or fit_costs_to_log(log, "the log's own seconds", "the evaluated log")
+    most = int(chosen_gammas(log).max()) if gamma_max is None else gamma_max
+    found = []
+    for stored in np.unique(log.compression):
+        part = ordered(log, log.compression == stored)
+        situations = make_situations(part, policy, model, most, measured=costs is None)
+        counts = _resampled(situations.sequences, resamples, seed)
+        estimates = [
+            _estimate(kind.name, kind.assumes, kind().estimate(situations, counts), situations.sequences)
+            for kind in ESTIMATORS
+            if not kind.weighs or situations.propensity is not None
+        ]
+        if can_replay(policy):
+            replayed = _replayed(policy, part, situations, model, counts, draws, seed)
+            estimates.append(_estimate(PATH, _PATH_ASSUMES, replayed, situations.sequences))
+        found.append(_evaluation(policy.label, str(stored), model.name, situations, estimates))
+    return found
+
+
+def _evaluation(
+    policy: str, compression: str, costs: str, situations: Situations, estimates: list[Estimate]
+) -> Evaluation:
+    """The estimates that came to a number, and how far the log carries them; doubts are warnings, too."""
+    tokens, seconds = situations.by_sequence(situations.accepted + 1, situations.played_seconds).sum(axis=0)
+    inverse = None if situations.propensity is None else inverse_propensities(situations)
+    effective = None if inverse is None else float(inverse.sum() ** 2 / max((inverse**2).sum(), 1e-300))
+    weight = None if inverse is None else _wrong_weight(situations, inverse)
+    doubts = _doubts(situations, effective, weight)
+    for doubt in doubts:
+        warnings.warn(f"{policy} at {compression}: {doubt}", SpecKVWarning, stacklevel=3)
+    return Evaluation(
+        policy=policy,
+        compression=compression,
+        costs=costs,
+        estimates=[
+            estimate
+            for estimate in estimates
+            if np.isfinite(estimate.throughput) and not (weight is not None and estimate.estimator == Ips.name)
+        ],
+        logged=float(tokens / seconds),
+        steps=len(situations.wanted),
+        sequences=situations.sequences,
+        agreement=float(situations.agrees.mean()),
+        effective_steps=effective,
+        warnings=doubts,
+    )
+
+
+def _resampled(sequences: int, resamples: int, seed: int) -> FloatArray:
+    """(1 + resamples, S) how often each sequence counts: once in the first row."""
+    random = np.random.default_rng(seed)
+    drawn = random.multinomial(sequences, np.full(sequences, 1 / sequences), size=resamples)
+    return np.vstack([np.ones(sequences), drawn]).astype(float)
+
+
+def _estimate(name: str, assumes: str, values: FloatArray, sequences: int) -> Estimate:
+    """From (M, 2) tokens and seconds of a step, the estimate itself first; one sequence can't be resampled."""
+    with np.errstate(invalid="ignore"):
+        both = np.column_stack([values[:, 0] / values[:, 1], values[:, 0]])
+    tail = 50 * (1 - LEVEL)
+    known = both[1:][np.isfinite(both[1:]).all(axis=1)]
+    intervals: list[tuple[float, float] | None] = [None, None]
+    if sequences > 1 and len(known):
+        intervals = [(float(low), float(high)) for low, high in np.percentile(known, [tail, 100 - tail], axis=0).T]
+    return Estimate(
+        name,
+        throughput=float(both[0, 0]),
+        interval=intervals[0],
+        tokens_per_step=float(both[0, 1]),
+        tokens_interval=intervals[1],
+        assumes=assumes,
+    )
+
+
+def _replayed(
+    policy: Policy, log: StepLog, situations: Situations, costs: CostModel, counts: FloatArray, draws: int, seed: int
+) -> FloatArray:
+    """(M, 2) tokens and seconds of a step on rebuilt paths: the mean of some in the first row, one each in the others,
+    drawn by the chances of a resample."""
+    paths, random = Paths(log, situations), np.random.default_rng([seed, 1])
+    sums = np.zeros((draws, situations.sequences, 3))
+    for draw in range(draws):
+        run = replay(copy.deepcopy(policy), paths.draw(counts[min(draw, len(counts) - 1)], random), costs)
+        for column, values in enumerate((run.accepted + 1, run.seconds, np.ones(len(run.gamma)))):
+            sums[draw, :, column] = np.bincount(run.sequence, values, situations.sequences)
+    of = np.arange(len(counts)) % draws
+    totals = np.einsum("ms,msc->mc", counts, sums[of])
+    totals[0] = sums.mean(axis=0).sum(axis=0)
+    return np.asarray(totals[:, :2] / totals[:, 2:])
+
+
+def _wrong_weight(situations: Situations, inverse: FloatArray) -> float | None:
+    """The mean of the weights (n,), if it is further from 1 than chance takes it. Few sequences can't tell."""
+    if situations.sequences < FEW_SEQUENCES:
+        return None
+    sums = situations.by_sequence(inverse, 1.0)
+    mean = float(sums[:, 0].sum() / sums[:, 1].sum())
+    error = np.sqrt(((sums[:, 0] - mean * sums[:, 1]) ** 2).sum()) / sums[:, 1].sum()
+    return mean if abs(mean - 1) > max(4 * error, 0.01) else None
+
+
+def _doubts(situations: Situations, effective: float | None, weight: float | None) -> list[str]:
+    doubts = []
+    if situations.sequences == 1:
+        doubts.append(
+            "the log holds one sequence, which no interval can be told from: give several logs, or longer ones"
+        )
+    elif situations.sequences < FEW_SEQUENCES:
+        doubts.append(f"the log holds only {situations.sequences} sequences: the intervals are too narrow")
+    chosen, wanted = set(situations.chosen.tolist()), situations.wanted
+    if missing := sorted(set(wanted.tolist()) - chosen):
+        share = np.isin(wanted, missing).mean()
+        doubts.append(
+            f"the log never asked for {_listed(missing)} tokens, which the policy wants in {share:.0%} of the steps: "
+            "weighted estimates lack them, the others go by what shorter or longer drafts showed"
+        )
+    if (deepest := int(wanted.max())) > max(chosen):
+        doubts.append(f"no step asked for more than {max(chosen)} tokens: {deepest} is beyond what the log knows")
+    if (agreeing := int(situations.agrees.sum())) < FEW:
+        doubts.append(f"only {agreeing} steps chose what the policy wants: do not rely on match, ips and snips")
+    if effective is None:
+        doubts.append(
+            "the log holds no propensities, or not all: ips, snips and doubly-robust are left out; log with `explore`"
+        )
+        return doubts
+    if effective < FEW:
+        doubts.append(f"the weighted steps are worth {effective:.0f}: ips, snips and doubly-robust are rough")
+    if weight is not None:
+        doubts.append(
+            f"the weights average {weight:.2f} and not 1, so that ips is left out: the propensities are wrong, or the "
+            "log could not play what the policy wants everywhere"
+        )
+    return doubts
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

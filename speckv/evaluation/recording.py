@@ -1,0 +1,86 @@
+"""Step logs of what was recorded as rollouts: what a production decoder would have logged, with the truth at hand."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from speckv.costs import CostModel
+from speckv.features import FEATURES
+from speckv.policy import Policy
+from speckv.replaying import replay
+from speckv.steplogs import StepLog
+from speckv.traces import Rollouts
+
+#: The signal of a log that says how many tokens were asked for, where the text's end may have left room for fewer.
+CHOSEN = "chosen"
+#: What a log keeps of the moment before each step. A cost ratio belongs to the machine, the rest stands in columns.
+BEFORE = tuple(
+    name
+    for name, feature in FEATURES.items()
+    if feature.when == "before" and name not in {"compression", "cost_ratio", "batch_size"}
+)
+
+
+def to_steps(policy: Policy, traces: Rollouts, costs: CostModel, features: Sequence[str] = BEFORE) -> StepLog:
+    """Replay a policy on a recording and log its steps, as a decoder in production would.
+
+    Args:
+        policy: fitted, if it learns. It is left as it is. The propensities are those that it states.
+        traces: what was recorded.
+        costs: how long forwards take; the seconds of the log are this model's.
+        features: names of features before the draft to be logged as signals.
+
+    Raises:
+        SpecKVError: as of `replay`.
+    """
+    run = replay(copy.deepcopy(policy), traces, costs, features=features)
+    first = np.searchsorted(run.sequence, run.sequence)
+    names = np.array(
+        [f"{identifier} at {stored}" for identifier, stored in zip(traces.ids, traces.compressions, strict=True)]
+    )
+    chosen = np.minimum(run.chosen, traces.gamma_max).astype(float)
+    before = policy.kind == "before"  # one that stops a draft chooses how much to draft there
+    return StepLog(
+        sequence=names[run.sequence],
+        step=np.arange(len(first)) - first,
+        gamma=run.gamma,
+        accepted=run.accepted,
+        seconds=run.seconds,
+        propensity=run.propensity if before else None,
+        compression=traces.compressions[run.sequence],
+        task=traces.tasks[run.sequence],
+        signals=run.features | ({CHOSEN: chosen} if before else {}),
+        provenance={"source": "replayed", "policy": repr(policy), "costs": costs.name}
+        | {"traces": traces.manifest.settings},
+    )
+
+
+def join(logs: Mapping[str, StepLog]) -> StepLog:
+    """One log of several, each under a name that its sequences then bear. What one of them lacks is unknown there.
+
+    Propensities stay only if every log drew lots: steps of a policy that never does say nothing of the gammas that it
+    did not choose, so that weights by propensity would not average 1.
+    """
+    if len(logs) == 1:
+        return next(iter(logs.values()))
+    names = dict.fromkeys(name for log in logs.values() for name in log.columns)
+    if not all(log.propensity is not None and (log.propensity < 1).any() for log in logs.values()):
+        names.pop("propensity", None)
+    columns = {name: np.concatenate([_column(name, log) for log in logs.values()]) for name in names}
+    columns["sequence"] = np.array([f"{of}, {name}" for name, log in logs.items() for of in log.sequence.tolist()])
+    return StepLog.from_columns(columns, {"logs": {name: log.provenance for name, log in logs.items()}})
+
+
+def _column(name: str, log: StepLog) -> npt.NDArray[Any]:
+    """(n,) a column of a log, unknown throughout if it has none of that name."""
+    unknown = np.full(len(log), "" if name in {"compression", "task"} else np.nan)
+    return log.columns.get(name, unknown)
+
+
+def shares_prompts(log: StepLog, traces: Rollouts) -> bool:
+    """Whether the log holds, by their names, steps that `to_steps` made of these sequences' prompts."""
+    prefixes = tuple(f"{identifier} at " for identifier in set(traces.ids.tolist()))
+    return any(name.startswith(prefixes) for name in set(log.sequence.tolist()))

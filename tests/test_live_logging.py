@@ -1,0 +1,116 @@
+"""What a live decoder logs is what a replay logs, and can be evaluated."""
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from speckv import SpecKVError
+from speckv.cli import main
+from speckv.evaluation import evaluate, to_steps
+from speckv.evaluation.recording import BEFORE, CHOSEN
+from speckv.live.decoder import SpeculativeDecoder
+from speckv.live.drafting import PromptLookup
+from speckv.live.logging import log_steps
+from speckv.plugins import make_policy
+from speckv.policy import Policy
+from speckv.replaying import replay
+from speckv.steplogs import StepLog
+
+
+def decoded(pair, policy, prompts, drafter=None, **options):
+    decoder = SpeculativeDecoder(
+        pair.target, drafter or pair.draft, policy, gamma_max=8, record_signals=True, **options
+    )
+    return {p.id: (len(decoder.tokens_of(p.text)), decoder.generate(p.text, 48)) for p in prompts}
+
+
+def test_the_live_log_is_the_replayed_one(small_pair, small_prompts, small_traces, small_costs):
+    """Features before each step included: to float32, in which signals are recorded."""
+    policy = make_policy("heuristic:start=3")
+    live = log_steps(decoded(small_pair, policy, small_prompts), "fp32")
+    replayed = to_steps(policy, small_traces, small_costs)
+    rows = {f"{name} at fp32": np.flatnonzero(live.sequence == name) for name in live.sequence}
+    assert set(live.signals) == {*BEFORE, "batch_size", CHOSEN}
+    for name in np.unique(replayed.sequence):
+        theirs, ours = np.flatnonzero(replayed.sequence == name), rows[str(name)]
+        for column in ("step", "gamma", "accepted", "propensity"):
+            assert np.array_equal(getattr(live, column)[ours], getattr(replayed, column)[theirs]), column
+        for signal in (*BEFORE, CHOSEN):
+            np.testing.assert_allclose(
+                live.signals[signal][ours], replayed.signals[signal][theirs], rtol=1e-3, atol=1e-4, err_msg=signal
+            )
+    assert (live.seconds > 0).all() and set(live.compression) == {"fp32"}
+
+
+def test_what_was_explored_can_be_evaluated(small_pair, small_prompts, small_traces, small_costs, tmp_path):
+    policy = make_policy('explore:policy="fixed:gamma=2",epsilon=0.5,largest=4').fit(small_traces, small_costs)
+    log = log_steps(decoded(small_pair, policy, small_prompts), "fp32", task="any")
+    chosen = log.signals[CHOSEN]
+    np.testing.assert_allclose(log.propensity, np.where(chosen == 2, 0.6, 0.1))
+    assert (log.gamma <= chosen).all() and len(set(chosen)) == 5
+    log.save(tmp_path / "log.parquet")
+    for costs in (small_costs, None):
+        (found,) = evaluate(make_policy("fixed:gamma=2"), StepLog.load(tmp_path / "log.parquet"), costs, resamples=20)
+        assert {"match", "ips", "doubly-robust", "path"} <= {estimate.estimator for estimate in found.estimates}
+
+
+class Stops(Policy):
+    """Ends every draft behind its first, second or third token, in turns."""
+
+    name = "stops"
+
+    def new_state(self, rows):
+        return {"asked": np.zeros(rows, dtype=int)}
+
+    def keep_drafting(self, features, state):
+        state["asked"] = state["asked"] + 1
+        return np.isin(state["asked"] % 6, (2, 4, 5))
+
+
+def test_a_draft_that_the_policy_stopped_is_no_text_that_ended(small_pair, small_prompts, small_traces, small_costs):
+    """Estimates take fewer drafted than chosen tokens for the end of the text."""
+    live = log_steps(decoded(small_pair, Stops(), small_prompts), "fp32")
+    replayed = to_steps(Stops(), small_traces, small_costs)
+    for log in (live, replayed):
+        assert CHOSEN not in log.signals and log.propensity is None and set(log.gamma) >= {1, 2, 3}
+        for gamma in (1, 2, 3):
+            policy = make_policy(f"fixed:gamma={gamma}")
+            (found,) = evaluate(policy, log, small_costs, gamma_max=3, resamples=20)
+            truth = (replay(policy, small_traces, small_costs).accepted + 1).mean()
+            assert found.of("kaplan-meier").tokens_per_step == pytest.approx(truth, rel=0.05)
+
+
+def test_of_no_text_there_is_no_log():
+    with pytest.raises(SpecKVError, match="there is no text to log"):
+        log_steps({}, "fp32")
+
+
+def test_a_drafter_without_signals(small_pair, small_prompts):
+    log = log_steps(decoded(small_pair, make_policy("fixed:gamma=3"), small_prompts[:3], PromptLookup()), "fp32")
+    assert "target_entropy" in log.signals and "last_mean_top1" not in log.signals
+    assert log.gamma.max() > 0
+
+
+def test_a_decoder_that_recorded_none(small_pair, small_prompts):
+    decoder = SpeculativeDecoder(*small_pair, make_policy("none"))
+    log = log_steps({"a": (5, decoder.generate(small_prompts[0].text, 6))}, "fp32")
+    assert set(log.signals) == {"position", "context_length", "is_first", "last_gamma", "last_accepted",
+                                "running_acceptance", "batch_size", CHOSEN}  # fmt: skip
+
+
+@pytest.fixture
+def command(small_pair_paths, tmp_path):
+    pair = ["--target", small_pair_paths.target, "--draft", small_pair_paths.draft, "--compression", "fp32"]
+    more = ["--draft-compression", "fp32", "--max-new-tokens", "24", "--prompt", "Hello there", "--seed", "3"]
+    return ["decode", *pair, *more, "--log", str(tmp_path / "log.parquet")]
+
+
+def test_decode_keeps_its_steps(command, tmp_path):
+    done = CliRunner().invoke(main, [*command, "--policy", "fixed:gamma=3"])
+    assert done.exit_code == 0, done.output
+    log = StepLog.load(tmp_path / "log.parquet")
+    assert (log.accepted + 1).sum() >= 24 and set(log.signals[CHOSEN]) == {3.0} and log.sequence[0].endswith(" seed 3")
+    before = (tmp_path / "log.parquet").read_bytes()
+    again = CliRunner().invoke(main, [*command, "--policy", "fixed:gamma=3"])
+    assert again.exit_code == 2 and "exists already" in again.output
+    assert (tmp_path / "log.parquet").read_bytes() == before
