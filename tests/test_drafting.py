@@ -149,7 +149,7 @@ class Every(Policy):
     features = tuple(name for name in FEATURES if not signal_of(name) and name not in ("cost_ratio",))
 
     def choose_gamma(self, features, state):
-        assert all(np.isfinite(features[name]).all() for name in self.features if name != "draft_index")
+        assert all(np.isfinite(features[name]).all() for name in self.features if FEATURES[name].when == "before")
         return 3
 
     def draw_token(self, features, state):

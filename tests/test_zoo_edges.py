@@ -10,32 +10,24 @@ from speckv.replaying import replay
 from speckv.shipped import shipped_costs, shipped_traces
 
 from .synthetic import make_costs, make_rollouts
-from .zoo import quick
+from .zoo import marked, quick
 
 ZOO = sorted(
     name
     for name, entry in registry().policies.items()
     if entry.origin.startswith("speckv (") and not issubclass(entry.value, Clairvoyant)
 )
-ONLINE = [name for name in ZOO if make_policy(name).online]
-COSTS = make_costs(draft=0.02)
 TRACES = make_rollouts(prompts=9, budget=30)
 
 
-@pytest.fixture(scope="module", params=ZOO)
-def policy(request):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Stochastic Optimizer")  # few records
-        return quick(request.param).fit(TRACES, COSTS)
-
-
-def test_on_the_shipped_recording(policy):
+@pytest.mark.parametrize("name", [marked(name) for name in ZOO])
+def test_on_the_shipped_recording(name):
     """A few of its sequences, under both of the cost models that ship with it."""
     traces = shipped_traces().load().take(range(0, 240, 24))
     for costs in shipped_costs():
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Stochastic Optimizer")
-            run = replay(quick(policy.name).fit(traces, costs), traces, costs)
+            warnings.filterwarnings("ignore", "Stochastic Optimizer")  # few records
+            run = replay(quick(name).fit(traces, costs), traces, costs)
         assert run.throughput > 0 and (run.tokens == traces.lengths).all()
 
 

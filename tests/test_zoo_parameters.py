@@ -11,6 +11,7 @@ from speckv.policy import Policy
 from speckv.replaying import replay
 
 from .synthetic import make_costs, make_rollouts
+from .zoo import marked
 
 ZOO = sorted(name for name, entry in registry().policies.items() if entry.origin.startswith("speckv ("))
 
@@ -197,7 +198,9 @@ def actions(policy: Policy, traces, costs) -> list[tuple[int, int]]:
     return list(zip(run.gamma.tolist(), run.forwards.tolist(), strict=True))
 
 
-@pytest.mark.parametrize(("spec", "parameter"), PARAMETERS, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("spec", "parameter"), [marked(spec, spec, parameter) for spec, parameter in PARAMETERS], ids=str
+)
 def test_every_parameter_changes_an_action(spec, parameter, traces, costs):
     policy = make_policy(spec)
     changed = type(policy)(**policy.get_params() | {parameter: PARAMETERS[spec, parameter]})
