@@ -67,7 +67,8 @@ def test_every_table_is_on_the_page_whole(text, result):
     for name, table in make_tables(result).items():
         part = text.split(f'aria-labelledby="table-{name}"')[1].split("</table>")[0]
         rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr[^>]*>(.*?)</tr>", part)]
-        assert [[read(cell) for cell in row] for row in rows] == [list(table.columns), *table.rows]
+        cells = [[" ".join(html.unescape(re.sub("<[^>]*>", "", cell)).split()) for cell in row] for row in rows]
+        assert cells == [list(table.columns), *table.rows]
 
 
 def test_what_a_recording_says_stays_text(text):

@@ -72,7 +72,7 @@ def _by_name(*tables: list[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], ..
 
 def _mark(text: str, policy: str, honest: dict[str, Any]) -> str:
     """A text about a policy, marked if the policy was chosen on the very steps that it is valued on."""
-    return f"{text} (in-sample)" if policy in honest["in_sample"] else text
+    return f"{text} *" if policy in honest["in_sample"] else text
 
 
 def make_table1(result: dict[str, Any]) -> Table:
