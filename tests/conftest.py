@@ -3,7 +3,8 @@
 import dataclasses
 import json
 import pathlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,6 +12,8 @@ from speckv.costs import CostModel, Timings
 from speckv.prompts import Prompt
 from speckv.testing.pairs import add_noise, byte_tokenizer, tiny_model
 from speckv.traces import Manifest, Rollouts, TraceDataset
+
+from .pages import open_browser, open_page
 
 if TYPE_CHECKING:
     from speckv.live.models import ModelPair
@@ -105,3 +108,16 @@ def small_costs() -> CostModel:
         verify={"fp32": Timings(tokens, contexts, verify[:, None] * growth)},
         overhead=0.001,
     )
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Any, report: pathlib.Path) -> Iterator[Any]:
+    """The page that a module's fixture `report` has written."""
+    with open_page(browser, report) as page:
+        yield page

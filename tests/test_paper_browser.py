@@ -4,7 +4,7 @@ import pytest
 
 from speckv.paper import webpage
 
-from .pages import CONTRAST, open_browser, open_page
+from .pages import CONTRAST
 from .paper_files import make_result, write_paper
 
 pytestmark = pytest.mark.browser
@@ -18,18 +18,6 @@ def report(tmp_path_factory):
     out = folder / "page.html"
     webpage.write_page(make_result(write_paper(folder / "paper", prompts=2)), out)
     return out
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with open_browser() as browser:
-        yield browser
-
-
-@pytest.fixture
-def page(browser, report):
-    with open_page(browser, report) as page:
-        yield page
 
 
 SHOWN = "all => all.every((one) => one.complete && one.naturalWidth > 0 && one.clientWidth > 200)"

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from speckv.cli import main
 from speckv.report.page import render
 
-from .pages import CONTRAST, open_browser, open_page
+from .pages import CONTRAST
 from .reports import HOSTILE, make_report_folder, page_json, report_command
 
 pytestmark = pytest.mark.browser
@@ -27,18 +27,6 @@ def report(tmp_path_factory) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def data(report) -> dict:
     return page_json(report.read_text(encoding="utf-8"))
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with open_browser() as browser:
-        yield browser
-
-
-@pytest.fixture
-def page(browser, report):
-    with open_page(browser, report) as page:
-        yield page
 
 
 def names(page) -> list[str]:

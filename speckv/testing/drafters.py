@@ -4,9 +4,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from speckv.features import Features
-from speckv.policy import Policy, State
 from speckv.testing.checks import Check, expecting, make_checks, require, require_package
+from speckv.testing.constant import Constant
 from speckv.testing.pairs import BUDGET, PROMPTS, plain_tokens, tiny_pair
 from speckv.traces import DRAFT_SIGNALS
 
@@ -252,24 +251,11 @@ def goes_on_with_some_rows(case: _Case) -> None:
     _next_step(case, drafting, drafts, [0, 2])
 
 
-class _Constant(Policy):
-    """Drafts the same number of tokens in every step."""
-
-    name = "constant"
-
-    def __init__(self, gamma: int) -> None:
-        super().__init__()
-        self.gamma = gamma
-
-    def choose_gamma(self, features: Features, state: State) -> int:
-        return self.gamma
-
-
 def goes_on_with_a_kept_cache(case: _Case) -> None:
     """A chat that goes on from the kept cache is drafted as one whose text is computed anew."""
     from speckv.live import SpeculativeDecoder
 
-    decoder = SpeculativeDecoder(case.target, case.make(), _Constant(_LIMIT))
+    decoder = SpeculativeDecoder(case.target, case.make(), Constant(_LIMIT))
     first = decoder.generate(case.prompts[0], 8, keep_cache=True)
     longer = case.prompts[0] + first.tokens + case.prompts[1]
     found, fresh = (decoder.generate(longer, 12, cache=cache) for cache in (first.cache, None))
@@ -282,13 +268,13 @@ def decodes_losslessly(case: _Case) -> None:
     """What is decoded with it is the target's own text: alone, in a batch, and sampled with the same noise."""
     from speckv.live import Gumbel, SpeculativeDecoder
 
-    decoder = SpeculativeDecoder(case.target, case.make(), _Constant(_LIMIT))
+    decoder = SpeculativeDecoder(case.target, case.make(), Constant(_LIMIT))
     batch = [decoded.tokens for decoded in decoder.generate_batch(case.prompts, BUDGET)]
-    alone = SpeculativeDecoder(case.target, case.make(), _Constant(0), sampler=Gumbel(0.8))
+    alone = SpeculativeDecoder(case.target, case.make(), Constant(0), sampler=Gumbel(0.8))
     for prompt, own, in_batch in zip(case.prompts, case.texts, batch, strict=True):
         said = decoder.generate(prompt, BUDGET).tokens
         require(said == own, f"the target alone says {own}, and with this drafter {said}")
         require(in_batch == own, f"the target alone says {own}, and with this drafter, in a batch, {in_batch}")
-    sampling = SpeculativeDecoder(case.target, case.make(), _Constant(_LIMIT), sampler=Gumbel(0.8))
+    sampling = SpeculativeDecoder(case.target, case.make(), Constant(_LIMIT), sampler=Gumbel(0.8))
     said, own = (host.generate(case.prompts[0], BUDGET, seed=3).tokens for host in (sampling, alone))
     require(said == own, f"sampling with the same noise, the target alone says {own}, and with this drafter {said}")

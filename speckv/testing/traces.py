@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from speckv.features import Features
-from speckv.policy import Policy, State
 from speckv.replaying import replay
 from speckv.steplogs import StepLog, find_faults
 from speckv.testing.checks import Check, expecting, make_checks, require
+from speckv.testing.constant import Constant
 from speckv.testing.recordings import make_costs
 from speckv.traces import DRAFT_SIGNALS, Rollouts, TraceDataset
 
@@ -187,25 +186,12 @@ def ends_where_it_says(case: _Case) -> None:
         )
 
 
-class _Constant(Policy):
-    """Drafts the same number of tokens in every step."""
-
-    name = "constant"
-
-    def __init__(self, gamma: int) -> None:
-        super().__init__()
-        self.gamma = gamma
-
-    def choose_gamma(self, features: Features, state: State) -> int:
-        return self.gamma
-
-
 def replays_as_it_is_counted(case: _Case) -> None:
     """A constant gamma replays as a plain loop over the tokens counts it."""
     traces = case.rollouts
     costs = make_costs(compressions=sorted(set(traces.compressions.tolist())))
     for gamma in sorted({0, 1, 3, traces.gamma_max}):
-        run = replay(_Constant(gamma), traces, costs)
+        run = replay(Constant(gamma), traces, costs)
         columns = (run.sequence, run.position, run.gamma, run.accepted)
         replayed = list(zip(*(column.tolist() for column in columns), strict=True))
         counted = [step for row in range(len(traces)) for step in _counted(traces, row, gamma)]
