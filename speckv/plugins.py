@@ -109,6 +109,8 @@ def _policy_entry(policy: Any) -> tuple[str, Any]:
     from speckv.policy import Policy
 
     entry = _class_entry(policy, Policy, "a Policy")
+    if "@" in entry[0]:  # what follows it names a preset
+        raise SpecKVError(f"{entry[0]!r} can't name a policy; give a text without an @")
     check_features(policy.features)
     policy()  # it must be possible to make one without arguments
     return entry
@@ -257,10 +259,19 @@ def policy_class(name: str) -> "type[Policy]":
 def make_policy(spec: str) -> "Policy":
     """A policy from `NAME` or `NAME:PARAMETER=VALUE,PARAMETER=VALUE`; values are JSON.
 
+    `NAME@tuned`, with or without parameters, starts from the preset that comes with the policy, and `NAME@FILE` from
+    one that `speckv tune` wrote. Parameters that are given win over those of a preset.
+
     Raises:
-        SpecKVError: the name or a parameter is unknown, or a value is not JSON.
+        SpecKVError: the name, the preset or a parameter is unknown, or a value is not JSON.
     """
-    return specs.make("policy", spec, policy_class)
+    from speckv.presets import read_preset
+
+    head, colon, text = spec.partition(":")
+    name, at, preset = head.partition("@")
+    policy = policy_class(name)
+    start = functools.partial(policy, **(read_preset(policy, preset) if at else {}))
+    return specs.make("policy", name + colon + text, lambda _: start)
 
 
 def make_importer(spec: str) -> "Importer":

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -14,6 +15,7 @@ from speckv.features import BoolArray, Features, FloatArray, IntArray
 if TYPE_CHECKING:
     from speckv.costs import CostModel
     from speckv.runtime import Program
+    from speckv.steplogs import StepLog
     from speckv.traces import Rollouts
 
 #: What a policy remembers of each sequence: arrays by name, each with one row a sequence.
@@ -88,6 +90,19 @@ class Policy:
         """
         return self.forget()
 
+    def fit_steps(self, log: "StepLog", costs: "CostModel", seed: int = 0) -> Self:
+        """Learn from a step log and measured costs, where `fit` learns from recorded sequences.
+
+        A step tells what would have come of every gamma up to the one that was played; of larger ones only if not all
+        was accepted. A policy that can learn from that without being misled overrides this.
+
+        Raises:
+            SpecKVError: it can't, or the log lacks what it needs.
+        """
+        raise SpecKVError(
+            f"policy {self.label!r} learns from recordings, not from step logs; train it on one, and name its folder"
+        )
+
     def new_state(self, rows: int) -> State:
         """What the policy remembers of each of `rows` sequences that are about to start."""
         return {}
@@ -161,7 +176,10 @@ class Policy:
     @property
     def label(self) -> str:
         """How tables and the command line call this instance: its name, and the parameters that are not the default."""
-        changed = ",".join(f"{name}={value}" for name, value in self.changed_params.items())
+        changed = ",".join(
+            f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+            for name, value in self.changed_params.items()
+        )
         return ":".join(filter(None, [self.name, changed]))
 
     @property

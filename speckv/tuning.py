@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 import joblib
 import numpy as np
 
-from speckv.comparison import folds_of, naming, with_decision_times
+from speckv.comparison import folds_of, naming
 from speckv.compression import COMPRESSIONS
 from speckv.costs import CostModel
 from speckv.features import BoolArray, FloatArray, IntArray
 from speckv.policy import Policy
-from speckv.replaying import replay
+from speckv.replaying import Replay, known_controller, measure_controller, replay
 from speckv.traces import Rollouts
 
 
@@ -77,18 +77,15 @@ def search(
         progress: called with how many fits are done, and how many there are.
 
     Returns:
-        (candidates,) committed tokens a second, the policy's own time included; what `costs` does not know of it is
-        measured here.
+        (candidates,) committed tokens a second, in the time of `play`.
 
     Raises:
         SpecKVError: a candidate fails.
     """
     fold_of = folds_of(traces, folds, seed)
-    timed = [with_decision_times(candidate, traces, [costs])[0] for candidate in candidates]
     tasks = [(number, fold) for number in range(len(candidates)) for fold in range(folds)]
     work = joblib.Parallel(n_jobs=jobs, return_as="generator")(
-        joblib.delayed(_seconds)(candidates[number], traces, timed[number], fold_of == fold, seed)
-        for number, fold in tasks
+        joblib.delayed(_seconds)(candidates[number], traces, costs, fold_of == fold, seed) for number, fold in tasks
     )
     seconds = np.zeros(len(candidates))
     for done, ((number, _), of_fold) in enumerate(zip(tasks, work, strict=True), start=1):
@@ -101,7 +98,19 @@ def _seconds(policy: Policy, traces: Rollouts, costs: CostModel, held_out: BoolA
     """Of the held-out sequences, by a copy of the policy that was fitted on the others."""
     with naming(policy):
         fitted = copy.deepcopy(policy).forget().fit(traces.take(~held_out), costs, seed)
-        return float(replay(fitted, traces.take(held_out), costs).seconds.sum())
+        return float(play(fitted, traces.take(held_out), costs).seconds.sum())
+
+
+def play(policy: Policy, traces: Rollouts, costs: CostModel) -> Replay:
+    """Replay a fitted policy, its own time included; what `costs` does not know of that is measured here.
+
+    It plays as a copy, from the memory that `fit` left: the policy itself stays as it is.
+    """
+    controller = known_controller(policy, costs)
+    if controller is None:  # a few sequences from all over hold hundreds of decisions
+        some = traces.take(np.linspace(0, len(traces) - 1, 8, dtype=np.int64))
+        controller = measure_controller(policy, some, costs)
+    return replay(copy.deepcopy(policy), traces, costs, controller)
 
 
 def settle_rate(policy: Policy, traces: Rollouts, costs: CostModel, rounds: int = 4) -> None:
@@ -139,8 +148,13 @@ def step_seconds(costs: CostModel, traces: Rollouts) -> tuple[float, FloatArray]
         compression, (number of known compressions, gamma_max + 2); those without timings are all 0.
     """
     context = int(np.median(traces.prompt_lengths + traces.lengths // 2))
-    verify = np.zeros((len(COMPRESSIONS), traces.gamma_max + 2))
+    return forward_seconds(costs, context, traces.gamma_max)
+
+
+def forward_seconds(costs: CostModel, context: int, gamma_max: int) -> tuple[float, FloatArray]:
+    """As of `step_seconds`, behind a context of so many tokens."""
+    verify = np.zeros((len(COMPRESSIONS), gamma_max + 2))
     for code, name in enumerate(COMPRESSIONS):
         if name in costs.verify:
-            verify[code] = costs.verify[name].table(traces.gamma_max + 1, context)[:, context]
+            verify[code] = costs.verify[name].table(gamma_max + 1, context)[:, context]
     return costs.draft.at(1, context), verify

@@ -140,14 +140,33 @@ def test_the_command_prints_and_writes_the_fastest(dataset, tmp_path):
     done = tune(dataset, tmp_path, "confidence:cap=6", "--grid", "threshold=0.1;0.9", "--out", str(out))
     assert done.exit_code == 0, done.output
     preset = json.loads(out.read_text())
-    assert set(preset["tried"]) == {"confidence:threshold=0.1,cap=6", "confidence:threshold=0.9,cap=6"}
-    assert preset["policy"] == max(preset["tried"], key=preset["tried"].get)
-    assert f"{preset['policy']}: " in done.output and "on held-out prompts" in done.output
-    assert make_policy(preset["policy"]).label == preset["policy"]
+    assert set(preset["tried"]) == {"confidence:cap=6,threshold=0.1", "confidence:cap=6,threshold=0.9"}
+    best = max(preset["tried"], key=preset["tried"].get)
+    assert preset["policy"] == "confidence" and make_policy(best).get_params() == preset["params"]
+    assert set(preset["held_out"]) == {best, "confidence:cap=6", "best-fixed"}
+    gain = preset["held_out"][best] / preset["held_out"]["confidence:cap=6"] - 1
+    assert f"{best}: {gain:+.1%} against confidence:cap=6, " in done.output and "on held-out prompts" in done.output
+    assert (
+        f"play it as confidence@{out}\n" in done.output
+        and make_policy(f"confidence@{out}").get_params() == preset["params"]
+    )
     traces = dataset.load()
-    assert set(preset["prompts"]) == set(traces.ids[folds_of(traces, 3, 0) > 0])
+    assert set(preset["prompts"]) == set(traces.ids[folds_of(traces, preset["folds"], preset["seed"]) > 0])
     again = tune(dataset, tmp_path, "confidence:cap=6", "--grid", "threshold=0.1;0.9", "--out", str(out))
     assert again.exit_code == 2 and "exists already" in again.output and json.loads(out.read_text()) == preset
+
+
+@pytest.mark.parametrize("spec", ["fixed", "ucb1"])
+def test_a_policy_without_fit_is_tuned_by_replay(dataset, tmp_path, spec):
+    grid = {"fixed": "gamma=0;4", "ucb1": "gammas=[0];[4]"}[spec]
+    out = tmp_path / "preset.json"
+    done = tune(dataset, tmp_path, spec, "--grid", grid, "--out", str(out))
+    assert done.exit_code == 0, done.output
+    traces = dataset.load()
+    learned = traces.take(folds_of(traces, 3, 0) > 0)
+    speeds = [replay(make_policy(f"fixed:gamma={gamma}"), learned, make_costs(), (0, 0)).throughput for gamma in (0, 4)]
+    tried = list(json.loads(out.read_text())["tried"].values())
+    assert tried == pytest.approx(speeds, rel=0.01) and speeds[0] != pytest.approx(speeds[1], rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +174,7 @@ def test_the_command_prints_and_writes_the_fastest(dataset, tmp_path):
     [
         (["hazard", "--grid", "regularisation"], "not of the form PARAMETER=VALUE"),
         (["hazard", "--grid", "strength=1;2"], "has no parameter 'strength'"),
-        (["fixed", "--grid", "gamma=1;2"], "learns nothing from a recording"),
+        (["perfect-judge", "--grid", "cap=1;2"], "is a bound that knows the future"),
         (["explore", "--grid", "epsilon=0.1;0.2"], "draws lots for the sake of a log"),
     ],
 )

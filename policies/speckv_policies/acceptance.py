@@ -84,7 +84,9 @@ class Goodput(Policy):
         seconds = self.fitted["seconds"][code]
         tokens = expected_tokens(self.memory["acceptance"][code], seconds.shape[1] - 1)
         probe = state["idle"] >= self.probe_every - 1
-        return np.asarray(np.maximum((tokens / seconds).argmax(axis=1), probe))
+        with np.errstate(divide="ignore"):  # where no forward was timed, one takes no time, and nothing is drafted
+            best = (tokens / seconds).argmax(axis=1)
+        return np.asarray(np.maximum(best, probe))
 
     def observe(self, outcome: Outcome, state: State) -> None:
         acceptance = self.memory["acceptance"]

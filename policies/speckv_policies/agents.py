@@ -125,12 +125,14 @@ class Agent(TrainedPolicy):
 
 
 class _GammaAgent(Agent):
-    """Chooses gamma before the step."""
+    """Chooses gamma before the step. The defaults are those of Q-learning."""
 
     features = BEFORE
     environment = "speckv/Replay-v0"
 
-    def __init__(self, gammas: tuple[int, ...], steps: int, hidden: int, learning_rate: float) -> None:
+    def __init__(
+        self, gammas: tuple[int, ...] = GAMMAS, steps: int = 30_000, hidden: int = 64, learning_rate: float = 1e-3
+    ) -> None:
         super().__init__(steps, hidden, learning_rate)
         if len(gammas) < 2 or not all(isinstance(gamma, int) and gamma >= 0 for gamma in gammas):
             raise ValueError(f"gammas are {list(gammas)}; they must be two or more whole numbers from 0")
@@ -156,7 +158,14 @@ class _GammaAgent(Agent):
 class _FarSighted(_GammaAgent):
     """A gamma agent to which the steps behind this one count, too."""
 
-    def __init__(self, gammas: tuple[int, ...], steps: int, hidden: int, learning_rate: float, discount: float) -> None:
+    def __init__(
+        self,
+        gammas: tuple[int, ...] = GAMMAS,
+        steps: int = 30_000,
+        hidden: int = 64,
+        learning_rate: float = 1e-3,
+        discount: float = 0.5,
+    ) -> None:
         super().__init__(gammas, steps, hidden, learning_rate)
         check_range(0, 1, discount=discount)
         self.discount = discount
@@ -206,25 +215,11 @@ class Dqn(_FarSighted):
     algorithm = "DQN"
     source = "DQN (Mnih et al., 2015) of stable-baselines3; observations, reward, gammas and its settings are ours"
 
-    def __init__(
-        self,
-        gammas: tuple[int, ...] = GAMMAS,
-        steps: int = 30_000,
-        hidden: int = 64,
-        learning_rate: float = 1e-3,
-        discount: float = 0.5,
-    ) -> None:
-        super().__init__(gammas, steps, hidden, learning_rate, discount)
-
 
 class ContextualBandit(_GammaAgent):
     """Q-learning over gamma that looks no further than the step: a contextual bandit with a network.
 
-    Args:
-        gammas: the choices, tokens.
-        steps: of training, in actions.
-        hidden: units of each of the two hidden layers.
-        learning_rate: of the first round; it falls to 0.
+    Args: as of `Dqn`, without a discount.
     """
 
     name = "contextual-bandit"
@@ -236,25 +231,11 @@ class ContextualBandit(_GammaAgent):
         "with stable-baselines3; observations, reward, gammas and its settings are ours"
     )
 
-    def __init__(
-        self,
-        gammas: tuple[int, ...] = GAMMAS,
-        steps: int = 30_000,
-        hidden: int = 64,
-        learning_rate: float = 1e-3,
-    ) -> None:
-        super().__init__(gammas, steps, hidden, learning_rate)
-
 
 class Ppo(_FarSighted):
     """Proximal policy optimisation over gamma; the likeliest gamma is played.
 
-    Args:
-        gammas: the choices, tokens.
-        steps: of training, in actions.
-        hidden: units of each of the two hidden layers.
-        learning_rate: of the first round; it falls to 0.
-        discount: of the value of the next step; 0 counts this one alone.
+    Args: as of `Dqn`.
     """
 
     name = "ppo"
@@ -292,10 +273,7 @@ class DqnStop(_StopAgent):
 class PpoStop(_StopAgent):
     """Proximal policy optimisation of stop or go behind each drafted token; what is likelier is done.
 
-    Args:
-        steps: of training, in actions.
-        hidden: units of each of the two hidden layers.
-        learning_rate: of the first round; it falls to 0.
+    Args: as of `DqnStop`.
     """
 
     name = "ppo-stop"
@@ -313,10 +291,7 @@ class Ltd(PpoStop):
     As it looks at distributions alone, the token that was drawn has no say. Its second policy, how many branches of a
     draft tree to verify, has nothing to choose in a draft without branches.
 
-    Args:
-        steps: of training, in actions.
-        hidden: units of each of the two hidden layers.
-        learning_rate: of the first round; it falls to 0.
+    Args: as of `DqnStop`.
     """
 
     name = "ltd"

@@ -161,7 +161,9 @@ class _Budget(Policy):
         state["survival"], state["expected"] = np.ones(len(code)), np.ones(len(code))
         none = np.zeros(len(code), dtype=np.int64)
         aim, speed = self._best(state, none, self._ahead(code), code)
-        return np.where(speed >= (1 + self.gain) / self.fitted["verify_seconds"][code, 1], aim, 0)
+        with np.errstate(divide="ignore"):  # where no forward was timed, one takes no time, and nothing is drafted
+            pays = speed >= (1 + self.gain) / self.fitted["verify_seconds"][code, 1]
+        return np.where(pays, aim, 0)
 
     def draw_token(self, features: Features, state: State) -> BoolArray:
         code, index = features["compression"].astype(np.int64), features["draft_index"].astype(np.int64)
@@ -229,7 +231,7 @@ class SurvivalBudget(_Budget):
         draft, verify = step_seconds(costs, traces)
         self.fitted = {
             "weights": fit_logistic(logit(signals["draft_top1"])[:, None], right),
-            "ahead": np.array(right.mean()),
+            "ahead": np.array(right.mean() if len(right) else 0.5),
             "draft_seconds": np.array(draft),
             "verify_seconds": verify,
         }

@@ -7,7 +7,9 @@ import numpy.typing as npt
 
 from speckv import CostModel, Features, Policy, Rollouts, State
 from speckv.compression import COMPRESSIONS
+from speckv.evaluation.ranking import throughput_by_compression
 from speckv.runtime.programs import Program, Table
+from speckv.steplogs import StepLog
 from speckv.tuning import fastest_by_compression
 
 
@@ -66,6 +68,13 @@ class BestFixed(Policy):
     def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
         candidates = [Fixed(gamma) for gamma in range(traces.gamma_max + 1)]
         self.fitted = {"gamma": fastest_by_compression(candidates, traces, costs)}
+        return self
+
+    def fit_steps(self, log: StepLog, costs: CostModel, seed: int = 0) -> Self:
+        """Of the gammas up to the largest in the log, the one with the most tokens a second as estimated there."""
+        most = int(log.gamma.max(initial=0))
+        reached = [throughput_by_compression(Fixed(gamma), log, costs, most) for gamma in range(most + 1)]
+        self.fitted = {"gamma": np.argmax(reached, axis=0)}
         return self
 
     def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:

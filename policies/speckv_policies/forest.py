@@ -6,6 +6,7 @@ import numpy as np
 
 from speckv import CostModel, Features, Rollouts
 from speckv.features import FloatArray
+from speckv.steplogs import StepLog
 from speckv_policies.mlp import SIGNALS, AcceptancePredictor
 from speckv_policies.parameters import check_count
 
@@ -36,9 +37,14 @@ class Forest(AcceptancePredictor):
         self.trees, self.random_state = trees, random_state
 
     def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
+        return self._learn(*self._records(traces, costs, seed))
+
+    def fit_steps(self, log: StepLog, costs: CostModel, seed: int = 0) -> Self:
+        return self._learn(*self._logged_records(log, seed))
+
+    def _learn(self, inputs: FloatArray, rates: FloatArray) -> Self:
         from sklearn.ensemble import RandomForestRegressor
 
-        inputs, rates = self._records(traces, costs, seed)
         model = RandomForestRegressor(n_estimators=self.trees, random_state=self.random_state).fit(inputs, rates)
         self.fitted = flatten([estimator.tree_ for estimator in model.estimators_])
         return self

@@ -6,10 +6,14 @@ import numpy as np
 import numpy.typing as npt
 
 from speckv import CostModel, Features, Policy, Rollouts, State, replay
+from speckv.compression import COMPRESSIONS
+from speckv.errors import SpecKVError
+from speckv.evaluation.ranking import settle_rate_on_log
 from speckv.features import FloatArray
 from speckv.runtime.models import Inputs, Network
 from speckv.runtime.programs import Choice, Program
-from speckv.tuning import settle_rate, step_seconds
+from speckv.steplogs import StepLog
+from speckv.tuning import forward_seconds, settle_rate, step_seconds
 from speckv_policies.fixed import Fixed
 from speckv_policies.parameters import check_count
 
@@ -48,6 +52,36 @@ class AcceptancePredictor(Policy):
             columns = [run.features[name][whole] for name in SIGNALS]
             inputs.append(np.column_stack([*columns, np.full(whole.sum(), float(gamma))]))
             rates.append(run.accepted[whole] / gamma)
+        x, y = np.concatenate(inputs), np.concatenate(rates)
+        if not len(y):
+            raise SpecKVError(
+                f"policy {self.label!r} can't be fitted: no step of these traces has room for a draft of "
+                f"{min(filter(None, self.gammas))} tokens; record longer texts"
+            )
+        chosen = np.random.default_rng(seed).permutation(len(y))[: self.records]
+        return x[chosen], y[chosen]
+
+    def _logged_records(self, log: StepLog, seed: int) -> tuple[FloatArray, FloatArray]:
+        """The same from a step log: a step that drafted so many tokens tells what comes of every gamma up to that.
+
+        One that drafted fewer and saw one rejected tells it too, but then of failures alone: it is left aside.
+        """
+        if missing := [name for name in SIGNALS[:-1] if name not in log.signals]:
+            raise SpecKVError(f"policy {self.label!r} learns from {missing[0]}, which the log has not; log signals")
+        known = np.column_stack([log.signals[name] for name in SIGNALS[:-1]])
+        stored = np.full(len(log), "") if log.compression is None else log.compression
+        whole = (stored != "") & ~np.isnan(known).any(axis=1)
+        inputs, rates = [], []
+        for gamma in filter(None, self.gammas):
+            rows = whole & (log.gamma >= gamma)
+            if not rows.any():
+                raise SpecKVError(
+                    f"policy {self.label!r} chooses among gammas up to {max(self.gammas)}, and no step of the log with "
+                    f"signals and compression drafted {gamma} tokens; give it smaller gammas, or log with `explore`"
+                )
+            code = np.array([list(COMPRESSIONS).index(name) for name in stored[rows].tolist()], dtype=float)
+            inputs.append(np.column_stack([known[rows], code, np.full(rows.sum(), float(gamma))]))
+            rates.append(np.minimum(log.accepted[rows], gamma) / gamma)
         x, y = np.concatenate(inputs), np.concatenate(rates)
         chosen = np.random.default_rng(seed).permutation(len(y))[: self.records]
         return x[chosen], y[chosen]
@@ -89,15 +123,27 @@ class Mlp(AcceptancePredictor):
         self.hidden, self.random_state = hidden, random_state
 
     def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
+        self._learn(*self._records(traces, costs, seed), *step_seconds(costs, traces))
+        if self.objective == "throughput":
+            settle_rate(self, traces, costs)
+        return self
+
+    def fit_steps(self, log: StepLog, costs: CostModel, seed: int = 0) -> Self:
+        context = log.signals.get("context_length", np.full(1, 256.0))
+        seconds = forward_seconds(costs, int(np.nanmedian(context)), max(self.gammas))
+        self._learn(*self._logged_records(log, seed), *seconds)
+        if self.objective == "throughput":
+            settle_rate_on_log(self, log, costs)
+        return self
+
+    def _learn(self, inputs: FloatArray, rates: FloatArray, draft: float, verify: FloatArray) -> None:
         from sklearn.neural_network import MLPRegressor
 
-        inputs, rates = self._records(traces, costs, seed)
         center, scale = inputs.mean(axis=0), inputs.std(axis=0)
         scale[scale == 0] = 1.0
         model = MLPRegressor(hidden_layer_sizes=(self.hidden,), max_iter=500, random_state=self.random_state)
         model.fit((inputs - center) / scale, rates)
         (hidden, out), (hidden_bias, out_bias) = model.coefs_, model.intercepts_
-        draft, verify = step_seconds(costs, traces)
         gammas = np.array(self.gammas)
         self.fitted = {
             # The scaling is folded into the first layer, so that a decision is two small products.
@@ -108,9 +154,6 @@ class Mlp(AcceptancePredictor):
             "seconds": gammas * draft + verify[:, gammas + 1],
             "rate": np.zeros(len(verify)),
         }
-        if self.objective == "throughput":
-            settle_rate(self, traces, costs)
-        return self
 
     def predict(self, features: Features) -> FloatArray:
         x = np.column_stack([features[name] for name in SIGNALS])

@@ -1,6 +1,7 @@
 """What the commands share: options, the console, and errors of one line."""
 
 import contextlib
+import os
 import pathlib
 import sys
 import tempfile
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 FOLDER = click.Path(path_type=pathlib.Path, file_okay=False)
 TRACES = click.option(
-    "--traces", "traces_path", type=FOLDER, help="Trace folder.  [default: the recording that ships with speckv]"
+    "--traces",
+    "traces_path",
+    type=click.Path(path_type=pathlib.Path),
+    help="Trace folder.  [default: the recording that ships with speckv]",
 )
 COSTS = click.option(
     "--costs", "costs_name", help="Cost model: a file or a name.  [default: the first that ships with speckv]"
@@ -30,28 +34,35 @@ def must_be_new(out: pathlib.Path | None) -> None:
     and must not be lost when all is done."""
     if out is None:
         return
-    if out.exists():
+    if os.path.exists(out):  # not Path.exists, which fails where nothing can be: that is said below
         raise SpecKVError(f"{out}: exists already; choose another place")
     must_be_writable(out)
 
 
 def must_be_writable(out: pathlib.Path) -> None:
     """Raise SpecKVError if nothing can be written there, in folders that may be missing. It leaves nothing behind."""
-    nearest = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     try:
+        nearest = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
         tempfile.TemporaryFile(dir=nearest).close()
     except OSError as error:
         raise SpecKVError(f"{out}: cannot be written ({error.strerror}); choose another place") from None
 
 
-def must_learn(policy: "Policy") -> None:
-    """Raise SpecKVError if there is nothing in a policy that training or tuning could better."""
-    from speckv.policy import Clairvoyant, Policy
+def must_serve(policy: "Policy") -> None:
+    """Raise SpecKVError if a policy is not there to be played as well as can be."""
+    from speckv.policy import Clairvoyant
 
     if isinstance(policy, Clairvoyant):
         raise SpecKVError(f"policy {policy.label!r} is a bound that knows the future: no decoder could play it")
     if policy.explores:
         raise SpecKVError(f"policy {policy.label!r} draws lots for the sake of a log; name the policy inside it")
+
+
+def must_learn(policy: "Policy") -> None:
+    """Raise SpecKVError if there is nothing in a policy that training could better."""
+    from speckv.policy import Policy
+
+    must_serve(policy)
     if type(policy).fit is Policy.fit:
         raise SpecKVError(f"policy {policy.label!r} learns nothing from a recording; `speckv policies` says which do")
 

@@ -11,9 +11,13 @@ from speckv.cli.common import FOLDER, make_console
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def policies(as_json: bool) -> None:
-    """List the policies of the zoo and of all installed plugins."""
+    """List the policies of the zoo and of all installed plugins.
+
+    NAME@tuned is a policy with the parameters of the preset that comes with it, where one does.
+    """
     from speckv.plugins import registry
     from speckv.policy import Clairvoyant, Policy
+    from speckv.presets import tuned_preset
 
     rows: list[dict[str, Any]] = [
         {
@@ -22,6 +26,7 @@ def policies(as_json: bool) -> None:
             "kind": "bound" if issubclass(entry.value, Clairvoyant) else entry.value().kind,
             "trainable": entry.value.fit is not Policy.fit,
             "online": entry.value().online,
+            "tuned": tuned_preset(entry.value) is not None,
             "summary": (entry.value.__doc__ or "").strip().partition("\n")[0],
             "source": entry.value.source,
             "origin": entry.origin,
@@ -38,11 +43,11 @@ def policies(as_json: bool) -> None:
 
     for origin in sorted({row["origin"] for row in rows}):
         table = Table(
-            "policy", "family", "decides", "trainable", "online", "what it does, and its source", title=origin
+            "policy", "family", "decides", "trainable", "online", "@tuned", "what it does, and its source", title=origin
         )
         for row in sorted((row for row in rows if row["origin"] == origin), key=lambda row: row["family"]):
             about = Text("\n").join([Text(row["summary"]), Text(row["source"], style="dim")])
-            learns = ["yes" if row[key] else "" for key in ("trainable", "online")]
+            learns = ["yes" if row[key] else "" for key in ("trainable", "online", "tuned")]
             table.add_row(row["name"], row["family"], row["kind"], *learns, about)
         make_console().print(table)
 

@@ -1,4 +1,4 @@
-"""`speckv tune`: a preset of a learner's parameters, found on training prompts."""
+"""`speckv tune`: a preset of a policy's parameters, found on training prompts."""
 
 import itertools
 import os
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from speckv.cli.common import COSTS, TRACES, make_console, must_be_new, must_learn
+from speckv.cli.common import COSTS, TRACES, make_console, must_be_new, must_serve
 from speckv.errors import SpecKVError
 
 if TYPE_CHECKING:
@@ -46,52 +46,61 @@ def tune(
     seed: int,
     out: pathlib.Path | None,
 ) -> None:
-    """Try parameters of POLICY (NAME or NAME:PARAMETER=VALUE,…) and print the fastest.
+    """Try parameters of POLICY (NAME or NAME:PARAMETER=VALUE,…) and print the fastest, as other commands take it.
 
-    Every combination is cross-validated on the training prompts. The held-out ones are played once, by the fastest
-    alone. What it prints is a policy that every other command takes.
+    Every combination is cross-validated on the training prompts. The held-out ones are played once, by the fastest, by
+    POLICY as it was given, and by the best fixed gamma. Every command that takes a policy takes what was written, as
+    NAME@FILE, or as NAME@FILE:PARAMETER=VALUE with a parameter changed.
     """
     from rich.table import Table
 
-    from speckv.comparison import folds_of, naming, with_decision_times
-    from speckv.files import write_json
+    from speckv.comparison import folds_of, naming
     from speckv.plugins import load_costs, make_policy
-    from speckv.replaying import replay
+    from speckv.presets import write_preset
     from speckv.shipped import shipped_costs, shipped_traces
     from speckv.traces import TraceDataset
-    from speckv.tuning import search
+    from speckv.tuning import play, search
 
     must_be_new(out)
+    given = make_policy(policy_spec)
+    must_serve(given)
     candidates = _combinations(policy_spec, grid)
-    must_learn(candidates[0])
-    if (reason := candidates[0].untrainable) is not None:
+    if (reason := given.untrainable) is not None:
         raise SpecKVError(f"policy {policy_spec!r} {reason}")
     traces = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
     costs = load_costs(costs_name) if costs_name else shipped_costs()[0]
     fold_of = folds_of(traces, folds, seed)
     learned, held_out = traces.take(fold_of > 0), traces.take(fold_of == 0)
-    speeds = search(candidates, learned, costs, folds, seed, os.cpu_count() or 1)
-    best = candidates[int(speeds.argmax())]
+    speeds = search([*candidates.values()], learned, costs, folds, seed, os.cpu_count() or 1)
+    tried = dict(zip(candidates, speeds.tolist(), strict=True))
+    ranked = sorted(tried, key=lambda spec: -tried[spec])
     table = Table("policy", "tokens/s on training prompts")
-    for candidate, speed in sorted(zip(candidates, speeds.tolist(), strict=True), key=lambda pair: -pair[1]):
-        table.add_row(candidate.label, f"{speed:.4g}")
+    for spec in ranked:
+        table.add_row(spec, f"{tried[spec]:.4g}")
     make_console().print(table)
-    fixed = make_policy("best-fixed").fit(learned, costs, seed)
-    base = replay(fixed, held_out, costs).throughput
-    (costs,) = with_decision_times(best, learned, [costs])
-    with naming(best):
-        mine = replay(best.fit(learned, costs, seed), held_out, costs).throughput
-    click.echo(f"{best.label}: {mine / base - 1:+.1%} against the best fixed gamma on held-out prompts")
+    best, reached = candidates[ranked[0]], {}
+    for spec, policy in {ranked[0]: best, policy_spec: given, "best-fixed": make_policy("best-fixed")}.items():
+        with naming(policy):
+            reached[spec] = play(policy.fit(learned, costs, seed), held_out, costs).throughput
+    mine, *others = reached
+    gains = [f"{reached[mine] / reached[other] - 1:+.1%} against {other}" for other in others]
+    click.echo(f"{mine}: {', '.join(gains)} on held-out prompts")
     if out is not None:
-        command = shlex.join(["speckv", *sys.argv[1:]])
-        tried = {candidate.label: speed for candidate, speed in zip(candidates, speeds.tolist(), strict=True)}
-        prompts = sorted(set(learned.ids.tolist()))
-        facts = {"policy": best.label, "command": command, "costs": costs.name, "tried": tried, "prompts": prompts}
-        write_json(out, {"format": "speckv-preset", "schema_version": 1, "seed": seed} | facts)
+        about = {
+            "command": shlex.join(["speckv", *sys.argv[1:]]),
+            "seed": seed,
+            "folds": folds,
+            "costs": costs.name,
+            "tried": tried,
+            "held_out": reached,
+            "prompts": sorted(set(learned.ids.tolist())),
+        }
+        write_preset(out, best, about)
+        click.echo(f"{out}: written; play it as {best.name}@{out}")
 
 
-def _combinations(policy_spec: str, grid: tuple[str, ...]) -> "list[Policy]":
-    """The policy with each combination of values; what the spec itself sets stays."""
+def _combinations(policy_spec: str, grid: tuple[str, ...]) -> "dict[str, Policy]":
+    """The policy with each combination of values, by its spec; what the policy's spec itself sets stays."""
     from speckv.plugins import make_policy
 
     choices = []
@@ -101,4 +110,5 @@ def _combinations(policy_spec: str, grid: tuple[str, ...]) -> "list[Policy]":
             raise SpecKVError(f"--grid {part!r} is not of the form PARAMETER=VALUE;VALUE…")
         choices.append([f"{name}={value}" for value in values.split(";")])
     start = policy_spec + ("," if ":" in policy_spec else ":")
-    return [make_policy(start + ",".join(combination)) for combination in itertools.product(*choices)]
+    specs = [start + ",".join(combination) for combination in itertools.product(*choices)]
+    return {spec: make_policy(spec) for spec in specs}
