@@ -43,13 +43,33 @@ def speckv_register_importers(register: "Callable[[type[Importer]], None]") -> N
 
 @hookimpl
 def speckv_register_exporters(register: "Callable[[type[Exporter]], None]") -> None:
+    from speckv.exporters.assisted import AssistedExporter, AssistedThresholdExporter
     from speckv.exporters.bundle import BundleExporter
     from speckv.exporters.c import CExporter
+    from speckv.exporters.llamacpp import LlamaCppExporter
     from speckv.exporters.onnx import OnnxExporter
+    from speckv.exporters.openvino import OpenVinoExporter
+    from speckv.exporters.sglang import SglangExporter
+    from speckv.exporters.tensorrt_llm import TensorRtLlmExporter
     from speckv.exporters.transformers import TransformersExporter
+    from speckv.exporters.vllm import VllmExporter, VllmScheduleExporter
     from speckv.exporting import SpecKVExporter
 
-    for exporter in (SpecKVExporter, BundleExporter, OnnxExporter, CExporter, TransformersExporter):
+    for exporter in (
+        SpecKVExporter,
+        BundleExporter,
+        OnnxExporter,
+        CExporter,
+        TransformersExporter,
+        AssistedExporter,
+        AssistedThresholdExporter,
+        LlamaCppExporter,
+        OpenVinoExporter,
+        SglangExporter,
+        TensorRtLlmExporter,
+        VllmExporter,
+        VllmScheduleExporter,
+    ):
         register(exporter)
 
 

@@ -225,7 +225,8 @@ def compare(
     Args:
         policies: unfitted; their labels must differ and include `REQUIRED`.
         traces: recorded sequences.
-        costs: the comparison is made under each of these cost models.
+        costs: the comparison is made under each of these cost models. Under one of a batch, all of its sequences are
+            taken to play alike, as they do with one gamma for all.
         folds: number of folds.
         seed: of the folds, the fits and the resampling. The same seed gives the same result, as long as `costs`
             knows the decision times of all policies; those it does not know are measured here.
@@ -254,7 +255,7 @@ def compare(
     timed_here = sorted(label for label, models in timed.items() if models != list(costs))
     tasks = [(timed[policy.label][number], policy) for number in range(len(costs)) for policy in policies]
     work = joblib.Parallel(n_jobs=jobs, return_as="generator")(
-        joblib.delayed(_held_out)(policy, traces, model, fold_of, folds, seed) for model, policy in tasks
+        joblib.delayed(play_held_out)(policy, traces, model, fold_of, folds, seed) for model, policy in tasks
     )
     results: dict[tuple[str, str], _Tally] = {}
     for (model, policy), tally in zip(tasks, work, strict=True):
@@ -276,6 +277,7 @@ def compare(
     settings = {
         "policies": {policy.label: repr(policy) for policy in policies},
         "costs": [model.name for model in costs],
+        "batch_sizes": [model.batch_size for model in costs],
         "traces": traces.manifest.settings,
         "prompts": len(np.unique(traces.ids)),
         "sequences": len(traces),
@@ -338,7 +340,9 @@ def with_decision_times(policy: Policy, traces: Rollouts, costs: Sequence[CostMo
     ]
 
 
-def _held_out(policy: Policy, traces: Rollouts, costs: CostModel, fold_of: IntArray, folds: int, seed: int) -> _Tally:
+def play_held_out(
+    policy: Policy, traces: Rollouts, costs: CostModel, fold_of: IntArray, folds: int, seed: int
+) -> _Tally:
     """Fit on all folds but one, replay on that one, for each fold."""
     tally = _Tally.empty(traces)
     for fold in range(folds):
@@ -375,7 +379,7 @@ def _cells(
     throughput = {label: tokens / seconds.sum() for label, seconds in by_prompt.items()}
     base = throughput[BASELINE]
     tested = [label for label in tallies if label != against and label not in bounds]
-    p_values = holm([_permutation_p(by_prompt[label], by_prompt[against], seed) for label in tested])
+    p_values = holm([permutation_p(by_prompt[label], by_prompt[against], seed) for label in tested])
     p_of = dict(zip(tested, p_values, strict=True))
 
     def closed(label: str, bound: str) -> float | None:
@@ -393,7 +397,7 @@ def _cells(
                 policy=label,
                 throughput=throughput[label],
                 gain=throughput[label] / throughput[against] - 1,
-                gain_ci=None if label == against else _gain_interval(by_prompt[label], by_prompt[against], seed),
+                gain_ci=None if label == against else gain_interval(by_prompt[label], by_prompt[against], seed),
                 p=p_of.get(label),
                 gap_closed=closed(label, "oracle"),
                 judge_gap_closed=closed(label, "perfect-judge"),
@@ -427,7 +431,7 @@ def _task_cells(
             policy=label,
             throughput=float(tokens / seconds.sum()),
             gain=float(base.sum() / seconds.sum() - 1),
-            gain_ci=None if label == against or len(base) < 2 else _gain_interval(seconds, base, seed),
+            gain_ci=None if label == against or len(base) < 2 else gain_interval(seconds, base, seed),
         )
         for label, seconds in by_prompt.items()
     ]
@@ -443,7 +447,7 @@ def _seconds_by_prompt(
     }
 
 
-def _gain_interval(seconds: FloatArray, baseline: FloatArray, seed: int) -> tuple[float, float]:
+def gain_interval(seconds: FloatArray, baseline: FloatArray, seed: int) -> tuple[float, float]:
     """95 % percentile interval of the gain; prompts are resampled, both policies on the same ones.
 
     Both commit the same tokens on every prompt, so that the gain is the ratio of the summed seconds.
@@ -463,7 +467,7 @@ def _gain_interval(seconds: FloatArray, baseline: FloatArray, seed: int) -> tupl
     return float(interval.low), float(interval.high)
 
 
-def _permutation_p(seconds: FloatArray, baseline: FloatArray, seed: int) -> float:
+def permutation_p(seconds: FloatArray, baseline: FloatArray, seed: int) -> float:
     """Two-sided p of equal throughput: which of the two policies a prompt's seconds belong to is swapped at random."""
     from scipy.stats import permutation_test
 

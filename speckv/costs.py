@@ -1,7 +1,7 @@
 """Cost models: measured seconds of draft and verify forwards (rule R4)."""
 
 import pathlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 #: Steps that a gamma is counted besides as lying on the line: few tell little of what it takes.
 _ON_THE_LINE = 5
 FORMAT = "speckv-costs"
-SCHEMA_VERSION = 1
+#: Version 2 adds batches. A model of single sequences is written as version 1, which older readers know.
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,13 @@ class Timings:
         """Seconds of one forward of `tokens` tokens behind `context` cached ones."""
         return float(self.table(tokens, context)[tokens, context])
 
+    def between(self, other: Self, share: float) -> Self:
+        """Timings whose seconds are (1 - share) of these and share of the other's, on the points of both grids."""
+        tokens, contexts = np.union1d(self.tokens, other.tokens), np.union1d(self.contexts, other.contexts)
+        points = np.ix_(tokens, contexts)
+        one, two = (timings.table(tokens[-1], contexts[-1])[points] for timings in (self, other))
+        return type(self)(tokens, contexts, (1 - share) * one + share * two)
+
     def to_json(self) -> dict[str, Any]:
         value: dict[str, Any] = {
             "tokens": self.tokens.tolist(),
@@ -88,13 +96,21 @@ class Timings:
 class CostModel:
     """How long a step takes on one machine with one draft, for each compression of the target.
 
+    A step is that of `batch_size` sequences which draft, verify and commit together: the seconds are those of the whole
+    batch, and every sequence in it waits for all of them. Hence a replay under a model of a batch gives the tokens a
+    second of one of its sequences, and `batch_size` times as many are the machine's.
+
     Attributes:
         name: short, for tables.
         draft: of one forward of the draft model.
         verify: compression -> of one forward of the target.
         overhead: seconds a step takes besides the forwards and the policy's own decisions.
-        controller: policy name -> (seconds of its work once a step, seconds of one decision inside the draft).
+        controller: policy name -> (seconds of its work once a step, seconds of one decision inside the draft). One
+            decision is for all sequences of a batch: a policy is asked in one call with arrays.
         provenance: source, machine, command, and how well the model predicts held-out steps.
+        batch_size: sequences that share each forward.
+        batches: batch size, above `batch_size` -> the model of steps of so many sequences, at the same compressions;
+            its draft, verify and overhead count.
     """
 
     name: str
@@ -103,9 +119,52 @@ class CostModel:
     overhead: float = 0.0
     controller: dict[str, tuple[float, float]] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
+    batch_size: int = 1
+    batches: dict[int, Self] = field(default_factory=dict)
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Sequences that share a forward, as far as that was measured, increasing."""
+        return (self.batch_size, *sorted(self.batches))
+
+    def at_batch(self, size: int) -> Self:
+        """The model of steps of `size` sequences: measured, or on the straight line between two sizes that were.
+
+        Its name says so, as those of two machines must differ. Raises SpecKVError if `size` is outside of the measured.
+        """
+        sizes = self.batch_sizes
+        if not sizes[0] <= size <= sizes[-1]:
+            measured = f"batches of {sizes[0]} to {sizes[-1]} sequences" if self.batches else f"batches of {sizes[0]}"
+            raise SpecKVError(
+                f"cost model {self.name!r} was measured for {measured}, not of {size}; profile them with --batch-sizes"
+            )
+        above = next(n for n in sizes if n >= size)
+        found = self.batches.get(above, self)
+        if above > size:
+            below = max(n for n in sizes if n < size)
+            found = self.batches.get(below, self)._between(found, (size - below) / (above - below))
+        name = self.name if size == self.batch_size else f"{self.name}, batch {size}"
+        return replace(
+            self,
+            name=name,
+            draft=found.draft,
+            verify=found.verify,
+            overhead=found.overhead,
+            batch_size=size,
+            batches={},
+        )
+
+    def _between(self, other: Self, share: float) -> Self:
+        """Between two batch sizes, as far from this one as `share` says."""
+        verify = {name: timings.between(other.verify[name], share) for name, timings in self.verify.items()}
+        overhead = (1 - share) * self.overhead + share * other.overhead
+        return replace(self, draft=self.draft.between(other.draft, share), verify=verify, overhead=overhead)
 
     def plain_rate(self, compression: str, context: int) -> float:
-        """Tokens a second of decoding without speculation. Raises SpecKVError if `compression` was not measured."""
+        """Tokens a second of a sequence that is decoded without speculation.
+
+        Raises SpecKVError if `compression` was not measured.
+        """
         return float(1 / (self.verify_of(compression).at(1, context) + self.overhead))
 
     def verify_of(self, compression: str) -> Timings:
@@ -123,20 +182,39 @@ class CostModel:
 
     def save(self, path: str | pathlib.Path) -> None:
         """Write the model as JSON."""
-        write_json(
-            pathlib.Path(path),
-            {
-                "format": FORMAT,
-                "schema_version": SCHEMA_VERSION,
-                "name": self.name,
-                "unit": "seconds",
-                "provenance": self.provenance,
-                "overhead": self.overhead,
-                "draft": self.draft.to_json(),
-                "verify": {compression: timings.to_json() for compression, timings in self.verify.items()},
-                "controller": {name: list(seconds) for name, seconds in self.controller.items()},
-            },
+        value = {
+            "format": FORMAT,
+            "schema_version": SCHEMA_VERSION,
+            "name": self.name,
+            "unit": "seconds",
+            "provenance": self.provenance,
+            **self._tables(),
+            "controller": {name: list(seconds) for name, seconds in self.controller.items()},
+        }
+        if self.batch_sizes == (1,):
+            value["schema_version"] = 1
+        else:
+            value["batch_size"] = self.batch_size
+            value["batches"] = {str(size): self.batches[size]._tables() for size in sorted(self.batches)}
+        write_json(pathlib.Path(path), value)
+
+    def _tables(self) -> dict[str, Any]:
+        """What a file holds of each batch size."""
+        verify = {compression: timings.to_json() for compression, timings in self.verify.items()}
+        return {"overhead": self.overhead, "draft": self.draft.to_json(), "verify": verify}
+
+    @classmethod
+    def _from_tables(cls, value: dict[str, Any], where: str, **attributes: Any) -> Self:
+        model = cls(
+            draft=Timings.from_json(value["draft"], f"{where}: draft"),
+            verify={name: Timings.from_json(t, f"{where}: verify {name}") for name, t in value["verify"].items()},
+            overhead=float(value["overhead"]),
+            **attributes,
         )
+        durations = [model.overhead, *(seconds for pair in model.controller.values() for seconds in pair)]
+        if not all(np.isfinite(seconds) and seconds >= 0 for seconds in durations):
+            raise ValueError("overhead and controller seconds must be 0 or more")
+        return model
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> Self:
@@ -147,17 +225,23 @@ class CostModel:
             raise SpecKVError(f"{path}: is not a cost model; make one with `speckv profile`")
         check_version(value.get("schema_version"), SCHEMA_VERSION, path)
         try:
-            model = cls(
+            batches = {
+                int(size): cls._from_tables(of_size, f"{path}: batch {size}", name=str(value["name"]))
+                for size, of_size in value.get("batches", {}).items()
+            }
+            model = cls._from_tables(
+                value,
+                str(path),
                 name=str(value["name"]),
-                draft=Timings.from_json(value["draft"], f"{path}: draft"),
-                verify={name: Timings.from_json(t, f"{path}: verify {name}") for name, t in value["verify"].items()},
-                overhead=float(value["overhead"]),
                 controller={name: (float(s[0]), float(s[1])) for name, s in value["controller"].items()},
                 provenance=value["provenance"],
+                batch_size=int(value.get("batch_size", 1)),
+                batches=batches,
             )
-            durations = [model.overhead, *(seconds for pair in model.controller.values() for seconds in pair)]
-            if not all(np.isfinite(seconds) and seconds >= 0 for seconds in durations):
-                raise ValueError("overhead and controller seconds must be 0 or more")
+            if not 0 < model.batch_size < min(batches, default=model.batch_size + 1):
+                raise ValueError("batches must be of more sequences than batch_size, which is 1 or more")
+            if any(model.verify.keys() != other.verify.keys() for other in batches.values()):
+                raise ValueError("every batch size must hold the same compressions")
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise SpecKVError(f"{path}: not a whole cost model ({error!r}); profile again") from None
         return model
@@ -238,7 +322,7 @@ def fit_costs(path: str | pathlib.Path, name: str, source: str, alias: dict[str,
             raise SpecKVError(f"{path}: row {number + 2}: {error}; mend or remove that row") from None
     gamma, steps, seconds = runs.T
     compression = np.array([check_compression(row["compression"] or "") for row in rows])
-    timed = _Timed(compression, gamma, steps, seconds, None, np.arange(len(rows)))
+    timed = _Timed(compression, gamma, steps, seconds, np.zeros(len(rows)), np.ones(len(rows)), np.arange(len(rows)))
     return timed.fit(path, name, source, "runs", alias)
 
 
@@ -248,12 +332,17 @@ def fit_costs_to_log(
     """Fit a cost model to the seconds of logged steps.
 
     Least squares on seconds = gamma * draft + verify of the compression, each linear in the context length if the log
-    has the signal `context_length`; then verify takes what is left on average at each gamma, so that a staircase stays.
-    What verify takes for each further token can't be told from what a draft forward takes: the straight part of it is
-    counted with the draft. The policy's own time is in verify.
+    has the signal `context_length`, and a model a batch size if it has `batch_size` (of many sizes those nearest to
+    1, 2, 4, 8, … and the largest; the others lie on straight lines between them); then verify takes what is left on
+    average at each gamma, so that a staircase stays. What verify takes for each further token can't be told from what a
+    draft forward takes: the straight part of it is counted with the draft. The policy's own time is in verify.
+
+    A step of a batch stands in the log once for each of its sequences, with the same seconds and with the gamma of that
+    sequence alone. Where they play different gammas, only the held-out error says how far a sequence's own gamma tells
+    what the batch took.
 
     Args:
-        log: with `seconds` and `compression`; steps that lack one of them are left aside.
+        log: with `seconds` and `compression`; steps that lack one of them, or a signal that is used, are left aside.
         name, source, alias: as of `fit_costs`.
         where: what to call the log in messages.
 
@@ -262,16 +351,19 @@ def fit_costs_to_log(
     """
     if log.seconds is None or log.compression is None:
         raise SpecKVError(f"{where}: has no {'seconds' if log.seconds is None else 'compression'}; log it as well")
-    context = log.signals.get("context_length")
-    used = ~np.isnan(log.seconds) & (log.compression != "")
-    if context is not None:
-        used &= ~np.isnan(context)
+    context = log.signals.get("context_length", np.zeros(len(log)))
+    batch = log.signals.get("batch_size", np.ones(len(log)))
+    used = ~np.isnan(log.seconds + context + batch) & (log.compression != "")
     if not used.any():
-        raise SpecKVError(f"{where}: no step has its seconds, its compression and its context; log them as well")
+        raise SpecKVError(
+            f"{where}: no step has its seconds, its compression, its context and its batch size; log them as well"
+        )
+    if (batch[used] < 1).any() or (batch[used] % 1).any():
+        raise SpecKVError(f"{where}: the signal batch_size must be whole numbers from 1; mend it")
     _, sequence = np.unique(log.sequence[used], return_inverse=True)
     timed = _Timed(
         log.compression[used], log.gamma[used].astype(float), np.ones(int(used.sum())), log.seconds[used],
-        None if context is None else context[used], sequence,
+        context[used], batch[used], sequence,
     )  # fmt: skip
     return timed.fit(where, name, source, "steps", alias, stairs=True)
 
@@ -282,7 +374,8 @@ class _Timed:
 
     Attributes:
         compression, gamma, steps, seconds: (n,) of each run.
-        context: (n,) tokens in front of its only step, None for runs of many.
+        context: (n,) tokens in front of its only step, 0 for runs of many.
+        batch: (n,) sequences that share its steps.
         group: (n,) codes; what is held out together. Rows of a single group are held out one by one.
     """
 
@@ -290,70 +383,95 @@ class _Timed:
     gamma: npt.NDArray[np.float64]
     steps: npt.NDArray[np.float64]
     seconds: npt.NDArray[np.float64]
-    context: npt.NDArray[np.float64] | None
+    context: npt.NDArray[np.float64]
+    batch: npt.NDArray[np.float64]
     group: npt.NDArray[np.int64]
 
     def fit(
         self, where: object, name: str, source: str, unit: str, alias: dict[str, str] | None, stairs: bool = False
     ) -> CostModel:
         names = np.unique(self.compression)
-        ends = np.zeros(1) if self.context is None else np.unique([self.context.min(), self.context.max()])
-        inputs = self._inputs(names, ends)
+        ends = np.unique([self.context.min(), self.context.max()])
+        sizes = _sizes(self.batch)
+        in_batch = _shares(self.batch, sizes)
+        kinds = np.column_stack([self.gamma, self.compression[:, None] == names]) * self.steps[:, None]
+        # (n, (1 + compressions) * ends * sizes): what takes the time; the coefficients are seconds at ends and sizes.
+        inputs = np.einsum("nk,nc,nb->nkcb", kinds, _shares(self.context, ends), in_batch).reshape(len(kinds), -1)
         gammas, stair = np.unique(self.gamma if stairs else np.zeros(len(inputs)), return_inverse=True)
         cell = np.searchsorted(names, self.compression) * len(gammas) + stair
+        nearest = in_batch.argmax(axis=1)
 
         def solve(rows: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-            """Seconds of the forwards, and what a step takes besides in each cell of compression and gamma."""
+            """Seconds of the forwards, and what a step takes besides in each cell of compression and gamma, by size."""
             straight = np.asarray(np.linalg.lstsq(inputs[rows], self.seconds[rows], rcond=None)[0])
             left = self.seconds[rows] - inputs[rows] @ straight
-            size = len(names) * len(gammas)
-            sums, counts = (np.bincount(cell[rows], weights, size) for weights in (left, self.steps[rows]))
-            return straight, sums / (counts + _ON_THE_LINE) * stairs
+            at, size = (cell * len(sizes) + nearest)[rows], len(names) * len(gammas) * len(sizes)
+            sums, counts = (np.bincount(at, weights, size) for weights in (left, self.steps[rows]))
+            return straight, (sums / (counts + _ON_THE_LINE) * stairs).reshape(-1, len(sizes))
 
         straight, steps = solve(np.ones(len(inputs), dtype=bool))
-        draft, *level = straight.reshape(1 + len(names), len(ends))
-        tables = np.array(level)[:, None] + steps.reshape(len(names), len(gammas))[:, :, None]
+        draft, *level = straight.reshape(1 + len(names), len(ends), len(sizes))
+        tables = np.array(level)[:, None] + steps.reshape(len(names), len(gammas), 1, len(sizes))
         if np.linalg.matrix_rank(inputs) < inputs.shape[1] or min(draft.min(), tables.min()) <= 0:
             raise SpecKVError(
                 f"{where}: the fit can't tell what a draft and a verify take; play several gammas at each compression"
+                + (" and batch size" if len(sizes) > 1 else "")
             )
         predicted = np.zeros(len(inputs))
         group = self.group if len(np.unique(self.group)) > 1 else np.arange(len(inputs))
         for fold in range(5):
             held_out = group % 5 == fold
             straight, steps = solve(~held_out)
-            predicted[held_out] = inputs[held_out] @ straight + (self.steps * steps[cell])[held_out]
+            predicted[held_out] = (inputs @ straight + self.steps * (steps[cell] * in_batch).sum(axis=1))[held_out]
         contexts = ends.astype(np.int64)
-        timings = {
-            str(name): _from_one(gammas.astype(np.int64) + 1, contexts, table)
-            for name, table in zip(names, tables, strict=True)
-        }
-        for other, timed in (alias or {}).items():
-            if timed not in timings:
-                raise SpecKVError(f"{where}: {timed} was not timed, so it can't stand in for {other}")
-            timings[other] = timings[timed]
+        models = []
+        for number, size in enumerate(sizes.astype(int).tolist()):
+            timings = {
+                str(name): _from_one(gammas.astype(np.int64) + 1, contexts, table[:, :, number])
+                for name, table in zip(names, tables, strict=True)
+            }
+            for other, timed in (alias or {}).items():
+                if timed not in timings:
+                    raise SpecKVError(f"{where}: {timed} was not timed, so it can't stand in for {other}")
+                timings[other] = timings[timed]
+            of_draft = _from_one(np.array([1]), contexts, draft[None, :, number])
+            models.append(CostModel(name, of_draft, timings, batch_size=size))
         tokens, context = "as logged" if stairs else "flat", "flat" if len(ends) == 1 else "linear"
         linear = "flat in tokens and context" if tokens == context else f"{tokens} in tokens, {context} in context"
         provenance = {
             "source": source,
             "fit": f"least squares on seconds = steps * (gamma * draft + verify), {linear}",
             "stand_ins": alias or {},
-            "held_out": {
-                unit: len(inputs),
-                "median_relative_error": float(np.median(np.abs(predicted - self.seconds) / self.seconds)),
-                "total_ratio": float(predicted.sum() / self.seconds.sum()),
-            },
+            "held_out": self._errors(predicted, np.ones(len(inputs), dtype=bool), unit),
         }
-        return CostModel(name, _from_one(np.array([1]), contexts, draft[None]), timings, provenance=provenance)
+        if len(sizes) > 1:
+            provenance["held_out_batches"] = {
+                str(model.batch_size): self._errors(predicted, nearest == n, unit) for n, model in enumerate(models)
+            }
+        return replace(models[0], provenance=provenance, batches={m.batch_size: m for m in models[1:]})
 
-    def _inputs(self, names: npt.NDArray[np.str_], ends: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """(n, (1 + compressions) * ends) steps by what takes the time: the coefficients are seconds at the `ends`."""
-        near = np.ones((len(self.steps), 1))
-        if self.context is not None and len(ends) == 2:
-            share = (self.context - ends[0]) / (ends[1] - ends[0])
-            near = np.column_stack([1 - share, share])
-        kinds = np.column_stack([self.gamma, self.compression[:, None] == names])
-        return np.asarray((self.steps[:, None, None] * kinds[:, :, None] * near[:, None, :]).reshape(len(near), -1))
+    def _errors(
+        self, predicted: npt.NDArray[np.float64], rows: npt.NDArray[np.bool_], unit: str
+    ) -> dict[str, int | float]:
+        """How far the `predicted` seconds (n,) are off where `rows` (n,) is True."""
+        guess, truth = predicted[rows], self.seconds[rows]
+        return {
+            unit: len(truth),
+            "median_relative_error": float(np.median(np.abs(guess - truth) / truth)),
+            "total_ratio": float(guess.sum() / truth.sum()),
+        }
+
+
+def _sizes(batch: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Of the batch sizes that occur, those nearest to powers of two, and the largest."""
+    known = np.unique(batch)
+    powers = 2.0 ** np.arange(np.log2(known[-1]) + 1)
+    return np.unique([*known[np.abs(known - powers[:, None]).argmin(axis=1)], known[-1]])
+
+
+def _shares(values: npt.NDArray[np.float64], knots: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """(n, knots) how much each knot counts at each value, on straight lines between them."""
+    return np.column_stack([np.interp(values, knots, knot) for knot in np.eye(len(knots))])
 
 
 def _from_one(

@@ -137,6 +137,7 @@ class Fidelity:
         equal_decisions: share of the original's steps that the exported one plays as well: at the same place of the
             same text, with as many tokens drafted and as many draft forwards.
         throughput, original_throughput: committed tokens a second.
+        interval: of `throughput`, 95 % (bootstrap by prompt); None of a single prompt.
         steps: of the original.
         sequences: replayed.
         costs: name of the cost model.
@@ -145,6 +146,7 @@ class Fidelity:
     equal_decisions: float
     throughput: float
     original_throughput: float
+    interval: tuple[float, float] | None
     steps: int
     sequences: int
     costs: str
@@ -176,10 +178,26 @@ def _fidelity_of(exported: Policy, policy: Policy, traces: Rollouts, costs: Cost
         equal_decisions=equal / len(original.gamma),
         throughput=other.throughput,
         original_throughput=original.throughput,
+        interval=throughput_interval(other, traces),
         steps=len(original.gamma),
         sequences=len(traces),
         costs=costs.name,
     )
+
+
+def throughput_interval(run: Replay, traces: Rollouts, seed: int = 0) -> tuple[float, float] | None:
+    """95 % interval of the throughput of a replay of `traces`: percentiles of a bootstrap by prompt.
+
+    None of a single prompt, which tells nothing of others.
+    """
+    from speckv.comparison import gain_interval  # of a ratio of sums, minus 1
+
+    _, prompt_of = np.unique(traces.ids, return_inverse=True)
+    tokens, seconds = (np.bincount(prompt_of, weights=of).astype(float) for of in (run.tokens, run.sequence_seconds))
+    if len(tokens) < 2:
+        return None
+    low, high = gain_interval(seconds, tokens, seed)
+    return low + 1, high + 1
 
 
 def _equal_steps(one: Replay, other: Replay) -> int:

@@ -57,7 +57,7 @@ FEATURES: dict[str, Feature] = {
         ),
         Feature("target_entropy", "before", "nats", "of the target at the last committed token; 0 in the first step"),
         Feature("target_margin", "before", "logits", "of the target at the last committed token; 0 in the first step"),
-        Feature("batch_size", "before", "sequences", "decoded together in this step; 1 in a replay"),
+        Feature("batch_size", "before", "sequences", "decoded together in this step; in a replay as its costs say"),
         Feature("draft_index", "distribution", "tokens", "position of the token in the draft, from 1"),
         Feature("draft_entropy", "distribution", "nats", "of the draft's distribution at this token"),
         Feature("draft_top1", "distribution", "probability", "of the draft's likeliest token"),
@@ -139,7 +139,8 @@ class FeatureTracker:
         prompt_lengths: (n,) tokens.
         compression: (n,) codes.
         cost_ratio: (n,) see FEATURES.
-        batch_size: how many sequences share a forward. A replay runs many in lockstep that each have one alone.
+        batch_size: how many sequences share a forward. A replay runs many in lockstep, each as one of a batch of the
+            size that its costs are of, mostly alone.
 
     Attributes:
         batch_size: a host that decodes batches sets it anew when sequences end.
@@ -261,19 +262,23 @@ class FeatureTracker:
             values[name] = np.asarray(target_signals[name], dtype=float)
         if self._reductions and drafted.any():
             width = int(drafted.max())
-            kept = np.arange(width) < drafted[:, None]
+            # One sequence, or all alike: the usual case of a live decoder, where every microsecond counts.
+            kept = None if drafted.min() == width else np.arange(width) < drafted[:, None]
             for name, (signal, reduction) in self._reductions.items():
                 reduced = _reduce(draft_signals[signal][:, :width], kept, drafted, reduction)
-                values[name] = np.where(drafted > 0, reduced, values[name])
+                values[name] = reduced if kept is None else np.where(drafted > 0, reduced, values[name])
 
 
 def _reduce(
-    signal: npt.NDArray[np.floating], kept: npt.NDArray[np.bool_], counts: npt.NDArray[np.int64], reduction: str
+    signal: npt.NDArray[np.floating], kept: BoolArray | None, counts: npt.NDArray[np.int64], reduction: str
 ) -> FloatArray:
-    """Mean, maximum or minimum of each row's kept entries; rows without any give a value to be ignored."""
+    """Mean, maximum or minimum of each row's kept entries, None: all; rows without any give a value to be ignored."""
     if reduction == "mean":
         # In double precision, so that the last bit does not depend on the columns of other rows.
-        return np.asarray(np.where(kept, signal, 0.0).sum(axis=1, dtype=float) / np.maximum(counts, 1))
+        kept_ones = signal if kept is None else np.where(kept, signal, 0.0)
+        return np.asarray(kept_ones.sum(axis=1, dtype=float) / np.maximum(counts, 1))
     if reduction == "max":
-        return np.asarray(np.where(kept, signal, -np.inf).max(axis=1), dtype=float)
-    return np.asarray(np.where(kept, signal, np.inf).min(axis=1), dtype=float)
+        kept_ones = signal if kept is None else np.where(kept, signal, -np.inf)
+        return np.asarray(kept_ones.max(axis=1), dtype=float)
+    kept_ones = signal if kept is None else np.where(kept, signal, np.inf)
+    return np.asarray(kept_ones.min(axis=1), dtype=float)

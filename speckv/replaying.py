@@ -72,7 +72,7 @@ def replay(
     Args:
         policy: fitted, if it learns.
         traces: what was recorded.
-        costs: how long forwards take.
+        costs: how long forwards take; those of a batch say its size, which policies see as the feature `batch_size`.
         controller: seconds of the policy's work once a step and of one decision inside the draft. By default what
             `costs` says of this policy, and nothing for one it does not know.
         features: names of features that exist before the draft, to be kept for every step: what learners train on.
@@ -129,6 +129,7 @@ class Session:
         self.traces = traces
         size = int(traces.lengths.max())
         longest = int(traces.prompt_lengths.max()) + size
+        self._batch_size = costs.batch_size
         self._costs = StepCosts(costs, traces.compressions, max(traces.gamma_max, size) + 1, longest)
         codes = {name: code for code, name in enumerate(COMPRESSIONS)}
         ratios = {str(name): costs.cost_ratio(str(name)) for name in np.unique(traces.compressions)}
@@ -140,7 +141,7 @@ class Session:
     def start(self, rows: IntArray) -> None:
         """Start the sequences at `rows`, and drop what was being decoded."""
         self.tracker = FeatureTracker(
-            self._features, self.traces.prompt_lengths[rows], self._codes[rows], self._ratios[rows]
+            self._features, self.traces.prompt_lengths[rows], self._codes[rows], self._ratios[rows], self._batch_size
         )
         self.rows = rows
         self.positions = np.zeros(len(rows), dtype=np.int64)

@@ -1,7 +1,8 @@
 """Step logs: what a decoder did, one row a step, whatever gamma it played (rule R3).
 
 Production logs and published measurements are of this kind. A row tells the outcome at every gamma if fewer tokens were
-accepted than drafted; otherwise it is right-censored. On disk a log is one Parquet file.
+accepted than drafted; otherwise it is right-censored. On disk a log is one Parquet file, or a folder of them as
+`speckv.steplog_writer` leaves it.
 
 An `Importer` turns a foreign log into a `StepLog` and lists every row that it had to leave out or to mend.
 """
@@ -9,7 +10,7 @@ An `Importer` turns a foreign log into a `StepLog` and lists every row that it h
 import json
 import pathlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -30,7 +31,7 @@ _REQUIRED = ("sequence", "step", "gamma", "accepted")
 #: Columns that a log may have or not -> unit.
 _OPTIONAL = {"seconds": "seconds", "propensity": "probability", "compression": "", "task": ""}
 #: In front of the names of signals, which share a table with the other columns.
-_SIGNAL = "signal_"
+SIGNAL = "signal_"
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,13 @@ class StepLog:
     def columns(self) -> dict[str, npt.NDArray[Any]]:
         """All columns by name, as in a file: signals have `signal_` in front of theirs."""
         columns = {name: getattr(self, name) for name in (*_REQUIRED, *_OPTIONAL) if getattr(self, name) is not None}
-        return columns | {_SIGNAL + name: values for name, values in self.signals.items()}
+        return columns | {SIGNAL + name: values for name, values in self.signals.items()}
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, npt.NDArray[Any]], provenance: dict[str, Any]) -> Self:
         """The log of which these are the `columns`. Raises SpecKVError as the constructor does."""
-        signals = {name.removeprefix(_SIGNAL): column for name, column in columns.items() if name.startswith(_SIGNAL)}
-        others = {name: column for name, column in columns.items() if not name.startswith(_SIGNAL)}
+        signals = {name.removeprefix(SIGNAL): column for name, column in columns.items() if name.startswith(SIGNAL)}
+        others = {name: column for name, column in columns.items() if not name.startswith(SIGNAL)}
         return cls(**others, signals=signals, provenance=provenance)
 
     def save(self, path: str | pathlib.Path) -> None:
@@ -97,28 +98,14 @@ class StepLog:
         Raises:
             SpecKVError: the file exists, or cannot be written.
         """
-        import pyarrow as pa
-        from pyarrow import parquet
-
         path = pathlib.Path(path)
         if path.exists():
             raise SpecKVError(f"{path}: exists already; choose another file")
-        columns = self.columns
-        schema = pa.schema(
-            [_field(name) for name in columns],
-            metadata={
-                "format": FORMAT,
-                "schema_version": str(SCHEMA_VERSION),
-                "provenance": json.dumps(self.provenance, allow_nan=False),
-            },
-        )
-        arrays = [pa.array(values, type=schema.field(name).type) for name, values in columns.items()]
-        table = pa.table(arrays, schema=schema)
-        write_atomically(path, lambda partial: parquet.write_table(table, partial, compression="zstd"))
+        write_columns(path, self.columns, self.provenance)
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> Self:
-        """Read a log that `save` wrote.
+        """Read a log that `save` wrote, or a folder of them: its files are taken together in the order of their names.
 
         Raises:
             SpecKVError: the file is none, is of a newer format, or a row says what can't be.
@@ -244,7 +231,7 @@ def find_faults(columns: Mapping[str, npt.NDArray[Any]]) -> list[tuple[int, str]
         unknown = ~np.isin(columns["compression"], ["", *COMPRESSIONS])
         refuse(unknown, "compression", f"one of {', '.join(COMPRESSIONS)}")
     for name, values in columns.items():
-        if name.startswith(_SIGNAL):
+        if name.startswith(SIGNAL):
             refuse(np.isinf(values), name, "a finite number")
     for index in _repeated(sequence, step):
         reasons.setdefault(index, f"step {step[index]} of sequence {str(sequence[index])!r} stands in an earlier row")
@@ -259,12 +246,86 @@ def _repeated(sequence: npt.NDArray[np.str_], step: IntArray) -> list[int]:
     return [int(index) for index in order[1:][same]]
 
 
-def read_columns(path: pathlib.Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
-    """Columns and provenance of a log's file, its rows unchecked.
+def write_columns(path: pathlib.Path, columns: Mapping[str, npt.NDArray[Any]], provenance: dict[str, Any]) -> None:
+    """Write the columns of a log, each (n,), as one Parquet file, whole or not at all; the rows are not checked.
 
     Raises:
-        SpecKVError: the file is no step log, is of a newer format, or a column is missing or of another type.
+        SpecKVError: the file cannot be written.
     """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    schema = pa.schema(
+        [_field(name) for name in columns],
+        metadata={
+            "format": FORMAT,
+            "schema_version": str(SCHEMA_VERSION),
+            "provenance": json.dumps(provenance, allow_nan=False),
+        },
+    )
+    arrays = [pa.array(values, type=schema.field(name).type) for name, values in columns.items()]
+    table = pa.table(arrays, schema=schema)
+    write_atomically(path, lambda partial: parquet.write_table(table, partial, compression="zstd"))
+
+
+def is_step_log(path: pathlib.Path) -> bool:
+    """Whether what stands there is a step log rather than a recording: a file, or a folder of files alone."""
+    return path.is_file() or (not (path / "manifest.json").exists() and any(path.glob("*.parquet")))
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, npt.NDArray[Any]]:
+    """The columns of a log, each (n,), of n steps by their names there. What is missing or None is not known.
+
+    Names that are no column's are signals. An optional column that is known of no step is left out.
+    """
+    columns: dict[str, npt.NDArray[Any]] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row.get(name) for row in rows]
+        if name in _REQUIRED:
+            columns[name] = np.array(values, dtype=np.str_ if _kinds(name) == "U" else np.int64)
+        elif name not in _OPTIONAL:
+            columns[SIGNAL + name] = np.array(values, dtype=float)
+        elif any(value not in (None, "") for value in values):
+            text = _kinds(name) == "U"
+            columns[name] = np.array([value or "" for value in values] if text else values, np.str_ if text else float)
+    return columns
+
+
+def unknown_column(name: str, rows: int) -> npt.NDArray[Any]:
+    """(rows,) what stands for an optional column or a signal of which nothing is known."""
+    return np.full(rows, "" if _kinds(name) == "U" else np.nan)
+
+
+def read_columns(path: pathlib.Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
+    """Columns and provenance of a log's file, or of a folder's files one behind the other, the rows unchecked.
+
+    What one file of a folder lacks is unknown there. The provenance is what they have in common, or each one's.
+
+    Raises:
+        SpecKVError: a file is no step log, is of a newer format, or a column is missing or of another type; or the
+            folder holds none.
+    """
+    if not path.is_dir():
+        return _read_file(path)
+    files = sorted(path.glob("*.parquet"))
+    if not files:
+        raise SpecKVError(f"{path}: holds no step log, a file that ends in .parquet; choose another folder")
+    parts = [_read_file(file) for file in files]
+    names = dict.fromkeys(name for columns, _ in parts for name in columns)
+    joined = {
+        name: np.concatenate(
+            [columns[name] if name in columns else unknown_column(name, len(columns["step"])) for columns, _ in parts]
+        )
+        for name in names
+    }
+    first = parts[0][1]
+    if all(provenance == first for _, provenance in parts):
+        return joined, first
+    return joined, {"files": {file.name: provenance for file, (_, provenance) in zip(files, parts, strict=True)}}
+
+
+def _read_file(path: pathlib.Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
+    """As of `read_columns`, of one file."""
     import pyarrow as pa
 
     remedy = "write the log again"
@@ -273,7 +334,7 @@ def read_columns(path: pathlib.Path) -> tuple[dict[str, npt.NDArray[Any]], dict[
     for name in (*_REQUIRED, *names):
         if name not in names:
             raise SpecKVError(f"{path}: the column {name} is missing; {remedy}")
-        if name not in {*_REQUIRED, *_OPTIONAL} and not name.startswith(_SIGNAL):
+        if name not in {*_REQUIRED, *_OPTIONAL} and not name.startswith(SIGNAL):
             raise SpecKVError(f"{path}: the column {name} is unknown; {remedy}")
         if not file.schema_arrow.field(name).type.equals(_field(name).type):
             raise SpecKVError(f"{path}: the column {name} is not of type {_field(name).type}; {remedy}")
@@ -297,7 +358,7 @@ def _field(name: str) -> "pa.Field":
     import pyarrow as pa
 
     kind = {"U": pa.string(), "iu": pa.int64(), "f": pa.float64()}[_kinds(name)]
-    feature = FEATURES.get(name.removeprefix(_SIGNAL)) if name.startswith(_SIGNAL) else None
+    feature = FEATURES.get(name.removeprefix(SIGNAL)) if name.startswith(SIGNAL) else None
     unit = feature.unit if feature else _OPTIONAL.get(name) or ("tokens" if name in {"gamma", "accepted"} else "")
     return pa.field(name, kind, nullable=False, metadata={"unit": unit} if unit else None)
 

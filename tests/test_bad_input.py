@@ -301,8 +301,8 @@ def test_cost_models(place):
     assert "two of the cost models are called 'toy'" in refuse(place, *compare(place, "--costs", place / "costs.json"))
     (place / "bad.json").write_text('{"format": "speckv-costs", "schema_version": 1}')
     assert "bad.json: not a whole cost model" in refuse(place, *compare(place, costs="bad.json"))
-    (place / "newer.json").write_text('{"format": "speckv-costs", "schema_version": 2}')
-    assert "schema version 2 is newer than 1" in refuse(place, *compare(place, costs="newer.json"))
+    (place / "newer.json").write_text('{"format": "speckv-costs", "schema_version": 3}')
+    assert "schema version 3 is newer than 2" in refuse(place, *compare(place, costs="newer.json"))
 
 
 def test_a_file_where_a_folder_is_needed(place):

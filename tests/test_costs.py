@@ -1,5 +1,6 @@
 """Cost models: tables, files, and files that are none."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -128,7 +129,7 @@ BAD = {
     "contexts fall": change("draft", "contexts", 1, to=0),
     "verify is a list": change("verify", to=[1]),
     "draft is null": change("draft", to=None),
-    "newer": change("schema_version", to=2),
+    "newer": change("schema_version", to=3),
     "no version": change("schema_version", drop=True),
     "foreign": change("format", to="another"),
     "overhead in words": change("overhead", to="little"),
@@ -136,13 +137,19 @@ BAD = {
     "negative overhead": change("overhead", to=-1),
     "NaN overhead": change("overhead", to=float("nan")),
     "negative controller": change("controller", to={"mlp": [-1, 0]}),
+    "no batch size": change("batch_size", to=0),
+    "a batch of a word": change("batches", to={"many": {}}),
+    "a batch without times": change("batches", "2", to={}),
+    "a smaller batch": change("batch_size", to=2),
+    "batches of other compressions": change("batches", "2", "verify", "nf4", drop=True),
+    "negative seconds in a batch": change("batches", "2", "draft", "seconds", 0, 0, to=-0.1),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_file_is_refused_in_one_line(name, tmp_path):
     path = tmp_path / "costs.json"
-    make_costs().save(path)
+    dataclasses.replace(make_costs(), batches={2: make_costs()}).save(path)
     value = json.loads(path.read_text())
     BAD[name](value)
     path.write_text(json.dumps(value))
@@ -151,7 +158,7 @@ def test_a_bad_file_is_refused_in_one_line(name, tmp_path):
     message = str(caught.value)
     assert message.startswith(str(path)) and "\n" not in message
     if name == "newer":
-        assert "schema version 2 is newer than 1" in message and "upgrade" in message
+        assert "schema version 3 is newer than 2" in message and "upgrade" in message
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\x80\x04\x95", b"PAR1"])

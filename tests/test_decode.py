@@ -78,6 +78,8 @@ def test_a_saved_policy(decode, tmp_path):
         (["--policy", "fixed:gamma=20"], "plays gamma 20, above the gamma_max of 16"),
         (["--device", "cuda:7"], "device 'cuda:7' can't be used here"),
         (["--compression", "int3"], "compression 'int3' is unknown"),
+        (["--log", "x" * 300], "x: cannot be written (File name too long); choose another place"),
+        (["--save-policy", "x" * 300], "x: cannot be written (File name too long); choose another place"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(decode, arguments, message):

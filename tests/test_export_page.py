@@ -30,6 +30,8 @@ def test_it_names_every_exporter_and_every_portable_policy():
     assert listed and set(re.findall(r"`([\w-]+)`", listed[1])) == {spec.partition(":")[0] for spec in EXACT}
     exporters = {name for name, entry in registry().exporters.items() if entry.plugin.built_in}
     assert exporters == set(re.findall(r"^\| `([\w-]+)` \|.*\|.*\|.*\|$", page, re.MULTILINE))
+    for link in re.findall(r"\]\(([^)#]+)\)", page):
+        assert (PAGE.parent / link).is_file(), link
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")

@@ -20,8 +20,9 @@ from speckv import runtime
 from speckv.cli import main
 from speckv.compression import COMPRESSIONS
 from speckv.errors import SpecKVError
+from speckv.exporters import c
 from speckv.exporters.bundle import BundleExporter
-from speckv.exporters.c import _LIBRARY, HEADER, CExporter, _Sequence, make_header
+from speckv.exporters.c import _LIBRARY, HEADER, CExporter, make_header
 from speckv.exporters.imitation import imitate
 from speckv.exporters.onnx import OnnxExporter, make_graphs
 from speckv.exporters.portable import BundlePolicy
@@ -32,7 +33,7 @@ from speckv.policy import Clairvoyant
 from speckv.replaying import replay
 from speckv.runtime import Bundle
 from speckv.runtime.models import Inputs, Network
-from speckv.runtime.programs import Gate, Program
+from speckv.runtime.programs import Choice, Gate, Program
 from speckv.saving import save_policy
 from speckv.testing import check_exporter
 from speckv.testing.recordings import dense, make_sequences
@@ -106,9 +107,10 @@ def answers(policy):
     return np.stack(said)
 
 
-@each_exporter
+@pytest.mark.parametrize("name", ["bundle", pytest.param("onnx", marks=needs_onnx)])
 @pytest.mark.parametrize("spec", FORMS)
 def test_of_every_recorded_observation_it_says_the_same(spec, name, tmp_path):
+    """Of headers nothing can be asked but in the order of a text: they keep what they observe."""
     policy = fitted(spec)
     EXPORTERS[name]().export(policy, tmp_path)
     if policy.overrides("observe"):  # it decides by what it remembers, not by what it is shown
@@ -131,22 +133,21 @@ def test_a_c_host_that_tells_what_it_sees_decodes_as_the_replay(spec, tmp_path):
     library = library_of(Bundle(policy.label, policy.program()), tmp_path)
     for rollout in make_sequences(prompts=2, gamma_max=8, budget=40, seed=6):
         run = replay(policy, dense(rollout, gamma_max=8, budget=40), costs)
-        sequence = _Sequence()
-        at = ctypes.byref(sequence)
+        at = ctypes.create_string_buffer(library.size())
         code = {"bf16": 1, "nf4": 4}[rollout.compression]
         ratio = ctypes.c_double(costs.cost_ratio(rollout.compression))
-        library.start(at, len(rollout.prompt_tokens), code, ratio)
+        library.host_start(at, len(rollout.prompt_tokens), code, ratio)
 
         def draw(at=at, **signals):
             values = [signals[f"draft_{name}"] for name in ("entropy", "top1", "top2", "top10")]
-            return library.draw_token(at, *map(ctypes.c_double, values))
+            return library.host_draw_token(at, *map(ctypes.c_double, values))
 
         steps = decode(
             rollout, 8, 40,
-            lambda at=at: library.choose_gamma(at, 1),
+            lambda at=at: library.host_choose_gamma(at, 1),
             draw,
-            lambda p, at=at: library.keep_drafting(at, ctypes.c_double(p)),
-            lambda d, a, e, m, at=at: library.observe(at, d, a, ctypes.c_double(e), ctypes.c_double(m)),
+            lambda p, at=at: library.host_keep_drafting(at, ctypes.c_double(p)),
+            lambda d, a, e, m, at=at: library.host_observe(at, d, a, ctypes.c_double(e), ctypes.c_double(m)),
         )  # fmt: skip
         assert steps == list(zip(run.position, run.gamma, run.accepted, run.forwards, strict=True))
 
@@ -155,11 +156,12 @@ def library_of(bundle: Bundle, folder: pathlib.Path) -> ctypes.CDLL:
     """What a host calls, as a library, from a compiler that forgives nothing."""
     (folder / HEADER).write_text(make_header(bundle))
     calls = """
-void start(speckv_sequence *s, int n, int c, double r) { speckv_start(s, n, c, r); }
-int choose_gamma(speckv_sequence *s, int n) { return speckv_choose_gamma(s, n); }
-int draw_token(speckv_sequence *s, double a, double b, double c, double d) { return speckv_draw_token(s, a, b, c, d); }
-int keep_drafting(speckv_sequence *s, double p) { return speckv_keep_drafting(s, p); }
-void observe(speckv_sequence *s, int d, int a, double e, double m) { speckv_observe(s, d, a, e, m); }
+void host_start(speckv_sequence *s, int n, int c, double r) { speckv_start(s, n, c, r); }
+int host_choose_gamma(speckv_sequence *s, int n) { return speckv_choose_gamma(s, n); }
+int host_draw_token(speckv_sequence *s, double a, double b, double c, double d)
+{ return speckv_draw_token(s, a, b, c, d); }
+int host_keep_drafting(speckv_sequence *s, double p) { return speckv_keep_drafting(s, p); }
+void host_observe(speckv_sequence *s, int d, int a, double e, double m) { speckv_observe(s, d, a, e, m); }
 """
     (folder / "host.c").write_text(_LIBRARY + calls)
     strict = ["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror"]
@@ -173,11 +175,11 @@ def test_a_c_host_tells_the_cost_ratio_and_the_batch_size(tmp_path):
     """A gate on their sum, in C and in Python."""
     total = Network(Inputs(("cost_ratio", "batch_size"), ("none", "none")), (np.ones((2, 1)),), (np.zeros(1),))
     program = Program(Gate(total, np.full(len(COMPRESSIONS), 3.0), cap=4))
-    library, sequence = library_of(Bundle("by-hand", program), tmp_path), _Sequence()
-    at = ctypes.byref(sequence)
+    library = library_of(Bundle("by-hand", program), tmp_path)
+    at = ctypes.create_string_buffer(library.size())
     for ratio, batch_size, gamma in ((0.5, 2, 0), (0.5, 3, 4), (1.5, 2, 4)):
-        library.start(at, 20, 1, ctypes.c_double(ratio))
-        assert library.choose_gamma(at, batch_size) == gamma
+        library.host_start(at, 20, 1, ctypes.c_double(ratio))
+        assert library.host_choose_gamma(at, batch_size) == gamma
         assert Bundle("by-hand", program).start(20, "bf16", ratio).choose_gamma(batch_size) == gamma
 
 
@@ -187,6 +189,50 @@ def test_cpp_hosts_can_include_it_too(spec, tmp_path):
     (tmp_path / "host.cpp").write_text(make_header(Bundle(spec, fitted(spec).program())))
     options = ["-std=c++11", "-Wall", "-Werror", "-Wno-unused-function", "-fsyntax-only"]
     subprocess.run(["c++", *options, "host.cpp"], cwd=tmp_path, check=True, timeout=60)
+
+
+#: Faults in what a header keeps of a sequence, and a policy, or a feature, that shows it.
+FAULTS = {
+    "s->is_first = 0;": ("s->is_first = 1;", "heuristic"),
+    "s->last_gamma = drafted;": ("s->last_gamma = drafted + 1;", "heuristic"),
+    "s->last_accepted = accepted;": ("s->last_accepted = drafted;", "heuristic"),
+    "s->draft_index = index + 1;": ("s->draft_index = 1;", "p-min:n_max=6,n_min=2,p_min=0.7"),
+    "s->draft_top1 = top1;": ("s->draft_top1 = top2;", "kangaroo"),
+    "s->context_length += accepted + 1;": ("s->context_length += 9;", "context_length"),
+    "s->position += accepted + 1;": ("s->position += accepted;", "position"),
+    "s->tried += accepted + (accepted < drafted);": ("s->tried += drafted;", "running_acceptance"),
+    "s->entropies[index] = entropy;": ("s->entropies[0] = entropy;", "last_mean_entropy"),
+    "highest = speckv_max(highest, s->entropies[i]);": ("highest = s->entropies[i];", "last_max_entropy"),
+    "s->last_mean_top1 = top1 / drafted;": ("s->last_mean_top1 = top1;", "last_mean_top1"),
+    "lowest = speckv_min(lowest, s->top1s[i]);": ("lowest = s->top1s[i];", "last_min_top1"),
+    "s->target_entropy = target_entropy;": ("s->target_entropy = 0;", "target_entropy"),
+    "s->target_margin = target_margin;": ("s->target_margin = 1;", "target_margin"),
+    "s->survival = 1;\n    s->goes_on = 1;\n    s->draft_index": ("s->draft_index", "specdec-pp"),
+}
+
+
+def looking_at(feature):
+    """Drafts four tokens where a feature is below its median, else one."""
+    traces, costs = recording()
+    run = replay(make_policy("fixed:gamma=3"), traces, costs, features=[feature])
+    middle = float(np.median(run.features[feature]))
+    line = Network(Inputs((feature,), ("none",)), (np.array([[1.0, 0.0]]),), (np.array([0.0, middle]),))
+    none = np.zeros((len(COMPRESSIONS), 2))
+    return BundlePolicy(Bundle(feature, Program(Choice(np.array([1, 4]), line, np.ones(2), none))))
+
+
+@needs_compiler
+@pytest.mark.parametrize("right", FAULTS)
+def test_a_header_that_keeps_its_features_wrong_is_found_out(right, tmp_path, monkeypatch):
+    """In the replay of an export the header's own functions keep them."""
+    wrong, spec = FAULTS[right]
+    policy = looking_at(spec) if spec in FEATURES else fitted(spec)
+    assert fidelity(CExporter(), policy, *recording()).equal_decisions == 1.0
+    text = c._TEMPLATE.read_text()
+    assert text.count(right) == 1
+    monkeypatch.setattr(c, "_TEMPLATE", tmp_path / "policy.h")
+    c._TEMPLATE.write_text(text.replace(right, wrong))
+    assert fidelity(CExporter(), policy, *recording()).equal_decisions < 1.0
 
 
 @needs_onnx
@@ -341,7 +387,7 @@ def test_the_list_says_what_fits():
     assert not rows["speckv"]["policies"]["approximately"]
     assert rows["c"]["observes"] == [name for name in FEATURES if name != "draft_token"]
     shown = " ".join(run("--list").stdout.split())
-    assert "all but draft_token" in shown and "c holds exactly: best-fixed, " in shown
+    assert "all but draft_token" in shown and "holds exactly best-fixed, " in shown
 
 
 def test_on_the_command_line_a_training_prompt_is_not_judged_by(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from speckv.cli import main
 from speckv.errors import SpecKVError
-from speckv.exporting import Exporter, SpecKVExporter, export, fidelity
+from speckv.exporting import Exporter, SpecKVExporter, export, fidelity, throughput_interval
 from speckv.plugins import make_policy, registry
 from speckv.policy import Clairvoyant, Policy
 from speckv.replaying import replay
@@ -50,6 +50,22 @@ def test_a_saved_policy_is_the_policy(spec, traces, costs):
     result = fidelity(SpecKVExporter(), policy, traces, costs)
     assert result.equal_decisions == 1.0 and result.throughput == result.original_throughput > 0
     assert result.sequences == len(traces) and result.costs == "toy" and result.steps > len(traces)
+
+
+def test_the_interval_is_of_the_throughput_on_other_prompts(costs):
+    """Prompts, drawn again and again by hand."""
+    traces = make_rollouts(prompts=12)
+    run = replay(make_policy("fixed:gamma=3"), traces, costs)
+    low, high = throughput_interval(run, traces)
+    prompts, rng = np.unique(traces.ids), np.random.default_rng(1)
+    drawn = []
+    for _ in range(2000):
+        rows = np.concatenate([np.flatnonzero(traces.ids == one) for one in rng.choice(prompts, len(prompts))])
+        drawn.append(run.tokens[rows].sum() / run.sequence_seconds[rows].sum())
+    assert low < run.throughput < high
+    assert np.allclose((low, high), np.quantile(drawn, (0.025, 0.975)), rtol=0.01)
+    alone = traces.take(traces.ids == prompts[0])
+    assert throughput_interval(replay(make_policy("none"), alone, costs), alone) is None
 
 
 def test_an_online_policy_is_left_as_it_was(traces, costs):
@@ -181,6 +197,7 @@ def test_on_the_command_line(place):
     done = run("saved", "--to", "speckv", "--out", "artefact", *data)
     assert done.exit_code == 0, done.output
     assert "artefact: written for speckv.live.SpeculativeDecoder; 100.00% of" in done.stdout
+    assert "tokens/s (95 %: " in done.stdout
     assert load_policy("artefact").get_params() == load_policy("saved").get_params()
     shown = json.loads(run("saved", "--to", "speckv", "--out", "again", "--json", *data).stdout)
     assert shown == json.loads((place / "again" / "fidelity.json").read_text()) and shown["exporter"] == "speckv"

@@ -11,10 +11,11 @@ from transformers import StopStringCriteria, TextIteratorStreamer
 from speckv import SpecKVError, SpeculativeDecoder
 from speckv.exporters.bundle import BundleExporter
 from speckv.live.generation import Speculate, _hosted, candidates
-from speckv.live.logging import log_steps
 from speckv.live.models import load_model, load_tokenizer
 from speckv.plugins import make_policy
 from speckv.policy import Policy
+from speckv.steplog_writer import StepLogWriter
+from speckv.steplogs import StepLog
 
 from .live import KINDS, Fixed, Ids, pair_with
 from .portable import fitted
@@ -247,15 +248,43 @@ def test_what_it_returns_and_refuses():
     assert target.model._get_candidate_generator == before and "_get_candidate_generator" not in vars(target.model)
 
 
-def test_the_steps_make_a_step_log():
+def test_both_forms_log_their_steps(tmp_path):
+    """The same, but for the seconds of assisted generation's first step, which hold the prompt's."""
     target, draft = pair_with("full")
-    speculate = Speculate(draft.model, target.tokenizer, make_policy("heuristic"), record_signals=True)
     ids = ids_of(TEXTS[0])
-    target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=BUDGET, custom_generate=speculate,
-                          do_sample=False)  # fmt: skip
-    log = log_steps({"text": (ids.shape[1], speculate.decoded)}, target.compression)
-    assert log.gamma.tolist() == [step.gamma for step in speculate.decoded.steps] and len(set(log.gamma)) > 2
-    assert np.all(log.seconds > 0)
+    options = {"max_new_tokens": BUDGET, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    logs = {}
+    for form in ("custom", "candidates"):
+        with StepLogWriter(tmp_path / form) as log:
+            if form == "custom":
+                speculate = Speculate(draft.model, target.tokenizer, make_policy("heuristic"), logs=[log])
+                target.model.generate(ids, **options, custom_generate=speculate)
+            else:
+                with candidates(target.model, make_policy("heuristic"), logs=[log]) as texts:
+                    target.model.generate(ids, **options, assistant_model=draft.model)
+        logs[form] = StepLog.load(tmp_path / form)
+    played = [(step.gamma, step.accepted) for step in speculate.decoded.steps]
+    assert played == [(step.gamma, step.accepted) for step in texts[0]] and len(set(played)) > 2
+    custom, assisted = logs["custom"].columns, logs["candidates"].columns
+    assert list(zip(custom["gamma"].tolist(), custom["accepted"].tolist(), strict=True)) == played
+    assert custom.keys() == assisted.keys() >= {"signal_last_mean_entropy", "signal_target_margin", "propensity"}
+    for name in custom.keys() - {"sequence", "seconds"}:
+        if custom[name].dtype.kind == "f":
+            np.testing.assert_allclose(assisted[name], custom[name], rtol=1e-3, atol=1e-5, err_msg=name)
+        else:
+            assert custom[name].tolist() == assisted[name].tolist(), name
+    assert (custom["seconds"] > 0).all() and np.isnan(assisted["seconds"]).tolist() == [True] + [False] * (
+        len(played) - 1
+    )
+
+
+def test_a_policy_that_learns_online_is_refused_by_assisted_generation():
+    """Its first step's seconds hold the prompt's."""
+    with (
+        pytest.raises(SpecKVError, match="'ucb1' learns from the seconds of its steps"),
+        candidates(pair_with("full")[0].model, make_policy("ucb1")),
+    ):
+        pass
 
 
 @pytest.mark.real_model

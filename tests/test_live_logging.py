@@ -1,5 +1,7 @@
 """What a live decoder logs is what a replay logs, and can be evaluated."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -10,10 +12,11 @@ from speckv.evaluation import evaluate, to_steps
 from speckv.evaluation.recording import BEFORE, CHOSEN
 from speckv.live.decoder import SpeculativeDecoder
 from speckv.live.drafting import PromptLookup
-from speckv.live.logging import log_steps
+from speckv.live.logging import log_steps, name_sequence
 from speckv.plugins import make_policy
 from speckv.policy import Policy
 from speckv.replaying import replay
+from speckv.steplog_writer import StepLogWriter
 from speckv.steplogs import StepLog
 
 
@@ -48,7 +51,9 @@ def test_what_was_explored_can_be_evaluated(small_pair, small_prompts, small_tra
     chosen = log.signals[CHOSEN]
     np.testing.assert_allclose(log.propensity, np.where(chosen == 2, 0.6, 0.1))
     assert (log.gamma <= chosen).all() and len(set(chosen)) == 5
-    log.save(tmp_path / "log.parquet")
+    assert (log.seconds > 0).all()
+    # On a busy machine the seconds that were measured may fit to no forward at all.
+    dataclasses.replace(log, seconds=0.05 + 0.01 * log.gamma).save(tmp_path / "log.parquet")
     for costs in (small_costs, None):
         (found,) = evaluate(make_policy("fixed:gamma=2"), StepLog.load(tmp_path / "log.parquet"), costs, resamples=20)
         assert {"match", "ips", "doubly-robust", "path"} <= {estimate.estimator for estimate in found.estimates}
@@ -80,6 +85,36 @@ def test_a_draft_that_the_policy_stopped_is_no_text_that_ended(small_pair, small
             assert found.of("kaplan-meier").tokens_per_step == pytest.approx(truth, rel=0.05)
 
 
+def by_text(log):
+    """Columns of each text by the hash of its prompt, the name and the seconds left out."""
+    columns = {name: values for name, values in log.columns.items() if name not in {"sequence", "seconds"}}
+    prompts = np.array([name.split("/")[1].split(" ")[0] for name in log.sequence.tolist()])
+    return {prompt: {name: values[prompts == prompt] for name, values in columns.items()} for prompt in set(prompts)}
+
+
+@pytest.mark.parametrize("policy", [make_policy("heuristic:start=3"), Stops()], ids=lambda policy: policy.name)
+def test_what_is_written_as_it_happens_is_what_is_logged_afterwards(policy, small_pair, small_prompts, tmp_path):
+    """One by one, with the prompt merged into the first step, and in a batch: up to what a batch rounds."""
+    texts = [prompt.text for prompt in small_prompts[:4]]
+    for way in ("alone", "merged", "batch"):
+        with StepLogWriter(tmp_path / way) as log:
+            decoder = SpeculativeDecoder(*small_pair, policy, merge_prefill=way == "merged", logs=[log])
+            done = decoder.generate_batch(texts, 16) if way == "batch" else [decoder.generate(t, 16) for t in texts]
+        ids = [decoder.tokens_of(text) for text in texts]
+        afterwards = log_steps(
+            {f"x/{name_sequence(of)}": (len(of), text) for of, text in zip(ids, done, strict=True)}, "fp32"
+        )
+        written = StepLog.load(tmp_path / way)
+        first = written.step == 0
+        assert np.isnan(written.seconds[first]).all() == (way == "merged") and (written.seconds[~first] > 0).all()
+        found, expected = by_text(written), by_text(afterwards)
+        assert found.keys() == expected.keys() and len(found) == 4
+        for prompt, columns in expected.items():
+            assert found[prompt].keys() == columns.keys()
+            for name, values in columns.items():
+                np.testing.assert_array_equal(found[prompt][name], values, err_msg=name)
+
+
 def test_of_no_text_there_is_no_log():
     with pytest.raises(SpecKVError, match="there is no text to log"):
         log_steps({}, "fp32")
@@ -102,15 +137,18 @@ def test_a_decoder_that_recorded_none(small_pair, small_prompts):
 def command(small_pair_paths, tmp_path):
     pair = ["--target", small_pair_paths.target, "--draft", small_pair_paths.draft, "--compression", "fp32"]
     more = ["--draft-compression", "fp32", "--max-new-tokens", "24", "--prompt", "Hello there", "--seed", "3"]
-    return ["decode", *pair, *more, "--log", str(tmp_path / "log.parquet")]
+    return ["decode", *pair, *more, "--log", str(tmp_path / "log")]
 
 
-def test_decode_keeps_its_steps(command, tmp_path):
-    done = CliRunner().invoke(main, [*command, "--policy", "fixed:gamma=3"])
-    assert done.exit_code == 0, done.output
-    log = StepLog.load(tmp_path / "log.parquet")
-    assert (log.accepted + 1).sum() >= 24 and set(log.signals[CHOSEN]) == {3.0} and log.sequence[0].endswith(" seed 3")
-    before = (tmp_path / "log.parquet").read_bytes()
-    again = CliRunner().invoke(main, [*command, "--policy", "fixed:gamma=3"])
-    assert again.exit_code == 2 and "exists already" in again.output
-    assert (tmp_path / "log.parquet").read_bytes() == before
+def test_decode_adds_its_steps(command, tmp_path):
+    for gamma, prompts in ((3, 1), (2, 2)):
+        done = CliRunner().invoke(main, [*command, "--policy", f"fixed:gamma={gamma}"])
+        assert done.exit_code == 0, done.output
+        log = StepLog.load(tmp_path / "log")
+        last = log.sequence == log.sequence[-1]
+        assert (log.accepted + 1)[last].sum() >= 24 and set(log.signals[CHOSEN][last]) == {float(gamma)}
+        assert len(set(log.sequence.tolist())) == prompts
+    assert {about["policy"] for about in log.provenance["files"].values()} == {"fixed-3", "fixed-2"}
+    (tmp_path / "file").write_text("")
+    done = CliRunner().invoke(main, [*command[:-1], str(tmp_path / "file" / "log")])
+    assert done.exit_code == 2 and "file/log: cannot be written (Not a directory)" in done.output

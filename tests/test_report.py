@@ -63,7 +63,9 @@ def test_the_page_has_every_section_and_names_its_parts(page):
     assert len(ids) == len(set(ids))
     links = [attributes["href"][1:] for tag, attributes in found.tags if tag == "a"]
     assert (
-        set(links) == {"main", "gap", "leaderboard", "tasks", "gammas", "costs", "calibration", "explorer"} <= set(ids)
+        set(links)
+        == {"main", "gap", "leaderboard", "tasks", "gammas", "machines", "costs", "calibration", "explorer"}
+        <= set(ids)
     )
     for _, attributes in found.tags:
         assert set(attributes.get("aria-labelledby", "").split()) <= {*ids, "panel-left-title", "panel-right-title"}
@@ -87,6 +89,9 @@ def test_the_page_holds_the_result(page, made):
         assert throughput == pytest.approx(cell.throughput, abs=1e-4) and gain == pytest.approx(cell.gain, abs=1e-4)
         assert interval == pytest.approx(list(cell.gain_ci or ()), abs=1e-4)
     assert data["bounds"] == ["oracle", "perfect-judge"] and data["against"] == "best-fixed"
+    shares = {change.policy: change.share for change in result.changes}
+    assert data["changes"]["one"]["dear"] == data["changes"]["dear"]["one"] == pytest.approx(shares, abs=1e-4)
+    assert shares["none"] == shares["fixed-4"] == 0 < shares["best-fixed"]
     draft = CostModel.load(made / "dear.json").draft
     assert data["costs"][1]["draft"] == pytest.approx([1000 * draft.at(n, 256) for n in range(1, 18)], abs=1e-3)
 

@@ -59,7 +59,7 @@ def shown_text(page, side: str) -> str:
 
 def test_everything_is_drawn(page, data):
     assert page.title().startswith("SpecKV report: small drafting for synthetic")
-    for section in ("gap", "leaderboard", "tasks", "gammas", "costs", "calibration", "explorer"):
+    for section in ("gap", "leaderboard", "tasks", "gammas", "machines", "costs", "calibration", "explorer"):
         assert page.locator(f"#{section} svg").count() > 0, section
     assert page.locator("#gap figure").count() == 4  # two machines, two compressions
     assert page.locator("#gammas figure").count() == len(data["policies"])
@@ -93,6 +93,43 @@ def test_machine_and_compression_change_what_is_shown(page, data):
     assert shown_gammas(page, "left") == gammas(data, "dear", "best-fixed", at)
     page.select_option("#compression", "all")
     assert names(page) == [r["policy"] for r in sorted(cells(data, "dear", "all"), key=lambda row: -row["throughput"])]
+
+
+def test_from_one_machine_to_another(page, data):
+    """Places, and what changes, as seen from the machine that is chosen."""
+    for here, there in (("one", "dear"), ("dear", "one")):
+        page.select_option("#machine", here)
+        page.select_option("#compression", "nf4")
+        ranks = {
+            name: [r["policy"] for r in sorted(cells(data, name, "nf4"), key=lambda row: -row["throughput"])
+                   if r["policy"] not in data["bounds"]]
+            for name in (here, there)
+        }  # fmt: skip
+        rows = page.locator("#machines-table tbody tr").all_inner_texts()
+        assert [row.split("\t")[0] for row in rows] == ranks[here]
+        for at, row in enumerate(rows):
+            policy, place, _, _, elsewhere, _, _, share = row.split("\t")
+            to = ranks[there].index(policy)
+            moved = f"{'▲' if at > to else '▼'} {abs(at - to)}" if at != to else ""
+            assert (place, elsewhere) == (str(at + 1), f"{to + 1}{moved}")
+            changed = data["changes"][here][there][policy]
+            assert share.strip() == (f"{100 * changed:.1f} %" if changed else "same")
+        said = page.inner_text("#machines-changes li")
+        same = sum(data["changes"][here][there][policy] == 0 for policy in ranks[here])
+        assert (
+            said.startswith(f"{there}: {ranks[there][0]} is fastest")
+            and f"{same} of {len(rows)} policies draft the same" in said
+        )
+
+
+def test_one_machine_has_no_other(page, data, report):
+    whole = report.read_text(encoding="utf-8")
+    try:
+        report.write_text(render(data | {"changes": {}}), encoding="utf-8")
+        page.reload()
+        assert page.locator("#machines").is_hidden() and page.locator("#machines-link").is_hidden()
+    finally:
+        report.write_text(whole, encoding="utf-8")
 
 
 def test_the_explorer_shows_the_sequence_and_the_policies_that_were_chosen(page, data):
@@ -198,7 +235,7 @@ def test_the_keyboard_reaches_every_control(page):
 
 TEXTS = ["h1", "#lead", "nav a", ".toolbar label", "select", "section p", ".fine", "tr.bound th", "tr.bound td", ".up",
          ".token.accepted", ".token.correction", "#explorer-legend .bonus", ".step .gamma", "footer p",
-         "svg text.muted", "summary", ".figures"]  # fmt: skip
+         "#machines-changes li", "td.same", "svg text.muted", "summary", ".figures"]  # fmt: skip
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -233,3 +233,31 @@ def test_the_docstring_names_every_column():
     names = {field.name for field in dataclasses.fields(StepLog)}
     assert all(f"{name}: " in StepLog.__doc__ for name in names)
     assert json.dumps(make_log().provenance)
+
+
+def test_a_recording_leaves_the_log_of_a_decoder_that_draws_lots(small_pair_paths, small_prompts_file, tmp_path):
+    pair = ["--target", small_pair_paths.target, "--draft", small_pair_paths.draft, "--draft-compression", "fp32"]
+    settings = ["--compression", "fp32", "--gamma-max", "6", "--max-new-tokens", "40"]
+    out = tmp_path / "traces"
+
+    def record(*more):
+        command = ["record", *pair, *settings, "--prompts", small_prompts_file, "--out", out, *more]
+        return CliRunner().invoke(main, list(map(str, command)))
+
+    for more, message in [
+        (["--policy", "fixed:gamma=7"], "plays gamma 7, above the gamma_max of 6"),
+        (["--policy", "confidence"], "stops inside the draft"),
+        (["--policy", "mlp"], "say it with --costs"),
+        (["--costs", "rtx3090"], "fp32"),
+    ]:
+        refused = record("--explore", "0.5", *more)
+        assert refused.exit_code == 2 and message in refused.stderr and len(refused.stderr.splitlines()) == 1
+        assert not out.exists()
+    done = record("--explore", "0.5")
+    assert done.exit_code == 0, done.output
+    log = StepLog.load(tmp_path / "traces.steps.parquet")
+    assert log.seconds is None and len(set(log.sequence)) == 12 and log.gamma.max() <= 6
+    # Those of a lot, of what the policy wants and a lot may be, and of what no lot may be.
+    assert set(np.round(log.propensity, 12)) <= {round(0.5 / 7, 12), round(0.5 + 0.5 / 7, 12), 0.5}
+    assert 0.3 < (log.propensity < 0.4).mean() < 0.6
+    assert "exists already" in record("--explore", "0.5").stderr

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import os
 from collections.abc import Collection
 
 import numpy as np
@@ -9,14 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer, decoders, trainers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from speckv.errors import SpecKVError
 from speckv.live.decoder import SpeculativeDecoder
-from speckv.live.models import LanguageModel, chat_tokens
+from speckv.live.models import LanguageModel, chat_tokens, load_tokenizer
 from speckv.live.sampling import Greedy, Gumbel, Rejection
 from speckv.live.text import Detokenizer, decoded_text
 from speckv.policy import Policy
@@ -313,7 +314,19 @@ def level_bytes(text: str | bytes) -> list[int]:
     return [vocabulary[bytes_to_unicode()[byte]] for byte in (text.encode() if isinstance(text, str) else text)]
 
 
+def merged_tokenizer():
+    """Of bytes and of frequent strings of them, as of GPT-2; its tokens begin and end inside characters."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(bytes_to_unicode().values())
+    trainer = trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, special_tokens=["<end>"])
+    spelled = ["".join(bytes_to_unicode()[byte] for byte in text.encode()) for text in ("ab aé", "€é😀", " é€a\n😀")]
+    tokenizer.train_from_iterator(spelled * 9, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
 TOKENIZERS = {"byte level": (byte_tokenizer(), level_bytes), "byte fallback": (fallback_tokenizer(), list)}
+MERGED = merged_tokenizer()
 #: Pieces of characters, pieces of stop strings, and what is no text at all.
 FRAGMENTS = [
     *(c.encode() for c in "abé€😀 \n"),
@@ -364,6 +377,64 @@ def test_no_more_is_held_back_than_what_may_yet_be_taken_back(text, stop):
             return
         held = detokenizer.text.removeprefix("".join(pieces))
         assert not held or any(string.startswith(held) for string in stop)
+
+
+def decoded_piece_by_piece(tokenizer, ids):
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push(token) for token in ids]
+    return [*pieces, detokenizer.finish()]
+
+
+@given(st.lists(st.integers(0, 289) | st.sampled_from([0, 255, 128, 33]), max_size=60))
+@settings(max_examples=150, deadline=None)
+def test_any_tokens_of_bytes_join_to_their_text(ids):
+    """Broken ones and special ones, too; none of a character is shown before all of it."""
+    tokenizer = MERGED
+    ids = [token for token in ids if token < len(tokenizer)]
+    assert "".join(decoded_piece_by_piece(tokenizer, ids)) == decoded_text(tokenizer, ids)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        level_bytes(b"\xff" * 100 + "a😀".encode() + b"\xf0\x9f\x98" * 50 + "€".encode() + b"\xe2\x82" * 40),
+        [*level_bytes("aé"), *[256] * 100, *level_bytes("é b€")],
+    ],
+    ids=["broken", "special"],
+)
+def test_a_long_run_without_a_whole_character(ids):
+    assert "".join(decoded_piece_by_piece(byte_tokenizer(), ids)) == decoded_text(byte_tokenizer(), ids)
+
+
+def test_a_token_costs_the_same_however_long_the_text_is():
+    """Counted in tokens that are decoded; they were of order length squared."""
+
+    class Counting:
+        decoded = 0
+
+        def decode(self, tokens, **options):
+            self.decoded += len(tokens)
+            return byte_tokenizer().decode(tokens, **options)
+
+    tokenizer = Counting()
+    ids = level_bytes("All of it, né€😀, and on. " * 20) + [256] * 60 + level_bytes(b"\xff" * 60)
+    assert "".join(decoded_piece_by_piece(tokenizer, ids)) == decoded_text(byte_tokenizer(), ids)
+    assert tokenizer.decoded < 50 * len(ids)
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize("name", ["smollm2-135m", "qwen-coder-0.5b"])
+def test_real_tokenizers_join_to_their_text(name):
+    if not (folder := os.environ.get("SPECKV_MODELS")):
+        pytest.skip(f"SPECKV_MODELS is not set: name a folder with {name}")
+    tokenizer = load_tokenizer(f"{folder}/{name}")
+    random = np.random.default_rng(0)
+    for length in (1, 10, 300):
+        for ids in (
+            random.integers(0, len(tokenizer), length).tolist(),
+            tokenizer("né€ 😀\n x = [1]\t" * length).input_ids,
+        ):
+            assert "".join(decoded_piece_by_piece(tokenizer, ids)) == decoded_text(tokenizer, ids)
 
 
 def test_a_broken_byte_takes_nothing_back():

@@ -47,7 +47,7 @@ class ReplayEnv(GameEnv):
     | `running_acceptance` | probability | 0 to 1 | (accepted + 1) / (tried + 2) in this sequence |
     | `target_entropy` | nats | 0 to 24 ln 2 | of the target at the last committed token; 0 in the first step |
     | `target_margin` | logits | 0 to largest | of the target there, its likeliest token over the second |
-    | `batch_size` | sequences | 0 to largest | decoded together: 1 |
+    | `batch_size` | sequences | 0 to largest | decoded together: as many as the costs are of, mostly 1 |
 
     With `probe` there are 25, those above and what is known of the token that was drafted; all are 0 where there was
     no room for one:

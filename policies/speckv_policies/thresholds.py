@@ -172,6 +172,7 @@ class MinimumProbability(Policy):
 
     llama.cpp discards a draft that ended up shorter than `n_min`. A token that was drawn must be verified here, so
     the rule is asked only behind token `n_min`: no draft is stopped while it is shorter than that.
+    Its build 11549 divides by the probability of the ten likeliest first, as the exporter `llamacpp` does.
 
     Args:
         n_max: most tokens in a draft, from 0.

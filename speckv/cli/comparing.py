@@ -13,6 +13,13 @@ from speckv.errors import SpecKVError
 if TYPE_CHECKING:
     from speckv.comparison import HoldOut
 
+_IN_A_BATCH = (
+    "in a batch of n a step takes what all n sequences take together: tok/s are those of one, and the machine's n "
+    "times as many while the batch is full. All of it is taken to play alike at every step: that is exact for one "
+    "gamma for all. A policy that decides for each sequence is judged as if the others did the same; really each step "
+    "lasts as long as its longest draft, so that for it these tok/s are an upper bound."
+)
+
 
 @click.command()
 @TRACES
@@ -27,6 +34,14 @@ if TYPE_CHECKING:
     "policy_specs",
     multiple=True,
     help="NAME or NAME:PARAMETER=VALUE,…, may be repeated.  [default: all]  Baselines and bounds always join.",
+)
+@click.option(
+    "--batch-size",
+    "batch_sizes",
+    multiple=True,
+    type=click.IntRange(1),
+    help="Sequences that share every step, may be repeated; the cost models must have been profiled in batches.  "
+    "[default: what their tables start with, mostly 1]",
 )
 @click.option("--train", is_flag=True, help="Let those join, too, that train with torch, for a while in every fold.")
 @click.option("--folds", default=5, show_default=True, type=click.IntRange(2))
@@ -45,6 +60,7 @@ def compare(
     traces_path: pathlib.Path | None,
     cost_names: tuple[str, ...],
     policy_specs: tuple[str, ...],
+    batch_sizes: tuple[int, ...],
     train: bool,
     folds: int,
     hold_out: "HoldOut",
@@ -53,24 +69,32 @@ def compare(
     json_path: pathlib.Path | None,
     plot_path: pathlib.Path | None,
 ) -> None:
-    """Replay policies on held-out prompts and rank them in tokens per second."""
+    """Replay policies on held-out prompts and rank them in tokens per second.
+
+    If --traces is a step log, what policies would reach is estimated from it, for those that it can tell of.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     from speckv import tables
+    from speckv.cli.ranking import rank_on_log
     from speckv.comparison import compare as compare_policies
     from speckv.files import write_json
     from speckv.plugins import load_costs
     from speckv.report import plots
     from speckv.shipped import shipped_costs, shipped_traces
+    from speckv.steplogs import is_step_log
     from speckv.traces import TraceDataset
 
     if plot_path is not None:
         must_be_new(plots.check_picture(plot_path))
     must_be_new(json_path)
+    if traces_path is not None and is_step_log(traces_path):
+        return rank_on_log(traces_path, cost_names, policy_specs, seed, json_path)
     traces = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
     policies, left_out = _policies(policy_specs, traces.gamma_max, train)
-    costs = [load_costs(name) for name in cost_names] or shipped_costs()
+    models = [load_costs(name) for name in cost_names] or shipped_costs()
+    costs = [model.at_batch(size) for model in models for size in batch_sizes or model.batch_sizes[:1]]
     if twice := [model.name for model in costs if [m.name for m in costs].count(model.name) > 1]:
         raise SpecKVError(f"two of the cost models are called {twice[0]!r}; rename one")
     console = make_console()
@@ -100,6 +124,8 @@ def compare(
         console.print(
             f"costs of {model.name}: {model.provenance.get('source', 'unknown')}", style="dim", highlight=False
         )
+    if max(result.settings["batch_sizes"]) > 1:
+        console.print(_IN_A_BATCH, style="dim")
     if timed := result.settings["decision_times_measured_here"]:
         console.print(f"decision times measured in this run: {', '.join(timed)}", style="dim", highlight=False)
     for reason, names in left_out.items():

@@ -28,7 +28,8 @@ def costs_fit(path: pathlib.Path, name: str, source: str, stand_ins: tuple[str, 
     """Fit a cost model to a step log with seconds, or to a CSV of timed runs.
 
     The CSV has the columns compression, gamma, num_steps, elapsed_sec. Any other file is read as a step log, as
-    `speckv decode --log`, `speckv traces import` and `speckv traces to-steps` write it.
+    `speckv decode --log`, `speckv traces import` and `speckv traces to-steps` write it. If the log has the signal
+    batch_size, the model has a batch axis.
     """
     from speckv.compression import check_compression
     from speckv.costs import fit_costs, fit_costs_to_log
@@ -51,6 +52,11 @@ def costs_fit(path: pathlib.Path, name: str, source: str, stand_ins: tuple[str, 
         f"{out}: written; of {count} {unit}, held out in fifths, the median one was {error:.1%} off, and their sum "
         f"{ratio - 1:+.1%}"
     )
+    for size, check in model.provenance.get("held_out_batches", {}).items():
+        click.echo(
+            f"batch {size}: of the {check[unit]} {unit} near it, the median one was "
+            f"{check['median_relative_error']:.1%} off, and their sum {check['total_ratio'] - 1:+.1%}"
+        )
 
 
 @costs.command("time-policies")
@@ -90,8 +96,8 @@ def costs_time_policies(paths: tuple[pathlib.Path, ...], traces_path: pathlib.Pa
 def costs_show(names: tuple[str, ...], plot_path: pathlib.Path | None) -> None:
     """Show cost models (by default those that ship with speckv) as tables of milliseconds.
 
-    There is a row for each context length that was measured, and a column for each number of tokens in the forward.
-    Forwards of one sequence; batches were not measured.
+    There is a row for each context length that was measured, and a column for each number of tokens in the forward,
+    and a table for each batch size. The tokens are those of one sequence, the milliseconds those of the whole batch.
     """
     from rich.table import Table
 
@@ -103,16 +109,18 @@ def costs_show(names: tuple[str, ...], plot_path: pathlib.Path | None) -> None:
         must_be_new(plots.check_picture(plot_path))
     console = make_console()
     models = [load_costs(name) for name in names] or shipped_costs()
-    for model in models:
-        tokens = (1, 2, 3, 4, 5, 7, 9, 13, 17)
-        table = Table("forward", "context", *(str(n) for n in tokens), title=f"{model.name}: ms by tokens")
-        for name, timings in {"draft": model.draft, **{f"verify {c}": t for c, t in model.verify.items()}}.items():
-            for context in timings.contexts.tolist():
-                at = str(context) if len(timings.contexts) > 1 else "any"
-                table.add_row(name, at, *(f"{1000 * timings.at(n, context):.1f}" for n in tokens))
-        console.print(table)
+    batches = [[model.at_batch(size) for size in model.batch_sizes] for model in models]
+    tokens = (1, 2, 3, 4, 5, 7, 9, 13, 17)
+    for model, of_sizes in zip(models, batches, strict=True):
+        for sized in of_sizes:
+            table = Table("forward", "context", *(str(n) for n in tokens), title=f"{sized.name}: ms by tokens")
+            for name, timings in {"draft": sized.draft, **{f"verify {c}": t for c, t in sized.verify.items()}}.items():
+                for context in timings.contexts.tolist():
+                    at = str(context) if len(timings.contexts) > 1 else "any"
+                    table.add_row(name, at, *(f"{1000 * timings.at(n, context):.1f}" for n in tokens))
+            console.print(table)
         for key, value in model.provenance.items():
             console.print(f"{key}: {value}", style="dim", highlight=False)
     if plot_path is not None:
-        plots.save_figure(plots.cost_staircases(models), plot_path)
+        plots.save_figure(plots.cost_staircases([sized for of_sizes in batches for sized in of_sizes]), plot_path)
         click.echo(f"{plot_path}: written")

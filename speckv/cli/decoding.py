@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from speckv.cli.common import COSTS, FOLDER, TRACES, must_be_new
+from speckv.cli.common import COSTS, FOLDER, TRACES, must_be_new, must_be_writable
 from speckv.errors import SpecKVError
 
 
@@ -50,7 +50,7 @@ from speckv.errors import SpecKVError
 @TRACES
 @COSTS
 @click.option(
-    "--log", "log_path", type=click.Path(path_type=pathlib.Path, dir_okay=False), help="Keep the steps: Parquet."
+    "--log", "log_folder", type=FOLDER, help="Add the steps to this step log, a folder that may hold others' already."
 )
 @click.option("--save-policy", "save_policy_to", type=FOLDER, help="Keep the policy with what it has learned online.")
 @click.option("--no-speculation", is_flag=True, help="Decode without drafting as well, for the speed-up.")
@@ -76,7 +76,7 @@ def decode(
     gamma_max: int,
     traces_path: pathlib.Path | None,
     costs_name: str | None,
-    log_path: pathlib.Path | None,
+    log_folder: pathlib.Path | None,
     save_policy_to: pathlib.Path | None,
     no_speculation: bool,
 ) -> None:
@@ -90,7 +90,8 @@ def decode(
     if draft_compression and not draft:
         raise SpecKVError("--draft-compression is of a draft model; give one with --draft, or leave it out")
     must_be_new(save_policy_to)
-    must_be_new(log_path)
+    if log_folder:
+        must_be_writable(log_folder)
     if drafter_spec:
         drafter_factory(drafter_spec.partition(":")[0])  # an unknown one is refused before models are loaded
     text = _standard_input() if prompt == "-" else prompt
@@ -98,10 +99,10 @@ def decode(
 
     from speckv.live.decoder import SpeculativeDecoder
     from speckv.live.drafting import Drafter, PromptLookup
-    from speckv.live.logging import log_steps
     from speckv.live.models import LanguageModel, ModelPair
     from speckv.live.sampling import Greedy, Gumbel, Rejection
     from speckv.saving import save_policy
+    from speckv.steplog_writer import StepLogWriter
 
     warping = (temperature, top_k, top_p, min_p)
     sampler = Greedy() if sampling == "greedy" else {"rejection": Rejection, "gumbel": Gumbel}[sampling](*warping)
@@ -113,9 +114,9 @@ def decode(
     else:
         loaded = LanguageModel.load(target, compression, compute, device)
         drafter = make_drafter(drafter_spec, loaded)
-    decoder = SpeculativeDecoder(
-        loaded, drafter, policy, sampler=sampler, gamma_max=gamma_max, costs=costs, record_signals=bool(log_path)
-    )
+    about = {"source": "speckv decode", "target": target, "draft": draft or drafter_spec, "policy": policy.label}
+    logs = [StepLogWriter(log_folder, provenance=about)] if log_folder else []
+    decoder = SpeculativeDecoder(loaded, drafter, policy, sampler=sampler, gamma_max=gamma_max, costs=costs, logs=logs)
     plain = SpeculativeDecoder(
         loaded, PromptLookup(), make_policy("none"), sampler=sampler, gamma_max=0, record_signals=True
     )
@@ -131,8 +132,8 @@ def decode(
     click.echo()
     speculative = stream.decoded
     click.secho(_summary(speculative, policy.label), dim=True)
-    if log_path:
-        log_steps({_identify(text, seed): (len(decoder.tokens_of(text)), speculative)}, compression).save(log_path)
+    for log in logs:
+        log.close()
     if save_policy_to:
         save_policy(policy, save_policy_to)
     if no_speculation:
@@ -144,13 +145,6 @@ def decode(
             f"speed-up {speed_up:.2f}, prompt included",
             dim=True,
         )
-
-
-def _identify(prompt: str, seed: int) -> str:
-    """A name for the sequence that a prompt and a seed make."""
-    import hashlib
-
-    return f"{hashlib.sha256(prompt.encode()).hexdigest()[:12]} seed {seed}"
 
 
 def _standard_input() -> str:

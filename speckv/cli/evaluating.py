@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument(
-    "paths", metavar="LOG...", nargs=-1, required=True, type=click.Path(path_type=pathlib.Path, dir_okay=False)
-)
+@click.argument("paths", metavar="LOG...", nargs=-1, required=True, type=click.Path(path_type=pathlib.Path))
 @click.option(
     "--policy",
     "policy_specs",
@@ -73,7 +71,7 @@ def evaluate(
     console = make_console()
     for stored in dict.fromkeys(evaluation.compression for evaluation in found):
         console.print(_table([evaluation for evaluation in found if evaluation.compression == stored]))
-    console.print("intervals: 95 %, bootstrap by sequence; agree: share of steps with the gamma that the policy wants; "
+    console.print("intervals: 95 %, bootstrap by sequence; agree: share of the policy's steps in which the log did; "
                   "ESS: what the weighted steps are worth", style="dim")  # fmt: skip
     if json_path is not None:
         write_json(json_path, {"log": log.provenance, "evaluations": [evaluation.to_json() for evaluation in found]})

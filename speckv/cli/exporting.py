@@ -62,12 +62,15 @@ def export(
     if as_json:
         click.echo(stored, nl=False)
         return
+    interval = ""
+    if result.interval is not None:
+        interval = f" (95 %: {result.interval[0]:.3g} to {result.interval[1]:.3g})"
     how = "written"
     if read_json(out / FIDELITY, "the fidelity of an export")["approximated"]:
         how = "fitted to half of the prompts, and written"
     click.echo(
         f"{out}: {how} for {exporter.decoder}; {result.equal_decisions:.2%} of {result.steps} decisions are those of "
-        f"{policy.label}, {result.throughput:.3g} tokens/s against {result.original_throughput:.3g} "
+        f"{policy.label}, {result.throughput:.3g} tokens/s{interval} against {result.original_throughput:.3g} "
         f"({result.throughput / result.original_throughput - 1:+.2%}; {result.sequences} sequences{held_out}, costs "
         f"of {result.costs})"
     )
@@ -86,6 +89,9 @@ def _held_out(traces: "Rollouts", training: dict[str, Any] | None) -> "tuple[Rol
     if known.all():
         return traces, " that it was trained on"
     return traces.take(~known), " of prompts that it was not trained on"
+
+
+_WHEN_ASKED = {"before": "before the step", "draft": "inside the draft"}
 
 
 def _list(as_json: bool) -> None:
@@ -119,16 +125,18 @@ def _list(as_json: bool) -> None:
     from rich.table import Table
 
     console = make_console()
-    table = Table("exporter", "decoder", "policies that decide", "shows them", "outcomes", "origin")
     for row in rows:
         hidden = [feature for feature in FEATURES if feature not in row["observes"]]
         shown = ", ".join(row["observes"]) if len(hidden) > 5 else f"all but {', '.join(hidden)}" if hidden else "all"
-        table.add_row(
-            row["name"], row["decoder"], ", ".join(row["kinds"]), shown or "nothing",
-            "yes" if row["outcomes"] else "", row["origin"],
-        )  # fmt: skip
-    console.print(table)
-    for row in rows:
-        for fit, names in row["policies"].items():
-            if names:
-                console.print(f"{row['name']} holds {fit}: {', '.join(names)}", highlight=False)
+        facts = {
+            "decoder": row["decoder"],
+            "asks policies": " and ".join(_WHEN_ASKED[kind] for kind in _WHEN_ASKED if kind in row["kinds"]),
+            "shows them": (shown or "nothing") + ("; what came of each step" if row["outcomes"] else ""),
+            "origin": row["origin"],
+        } | {f"holds {fit}" if fit != "not" else "can't hold": ", ".join(of) for fit, of in row["policies"].items()}
+        console.print(f"[bold]{row['name']}[/]", highlight=False)
+        table = Table.grid(padding=(0, 2))
+        for name, text in facts.items():
+            if text:
+                table.add_row(f"  {name}", text)
+        console.print(table)

@@ -98,7 +98,8 @@ def traces_import(source: pathlib.Path, importer_spec: str, out: pathlib.Path) -
     "policy_specs",
     multiple=True,
     required=True,
-    help="NAME or NAME:PARAMETER=VALUE,… to replay, may be repeated. One that learns is fitted to the same traces.",
+    help="NAME or NAME:PARAMETER=VALUE,… to replay, may be repeated. Prompts are played by one that was fitted to "
+    "the others, if it learns.",
 )
 @click.option("--out", required=True, type=click.Path(path_type=pathlib.Path, dir_okay=False), help="Parquet file.")
 def traces_to_steps(
@@ -108,7 +109,7 @@ def traces_to_steps(
 
     With `--policy fixed:gamma=2 --policy fixed:gamma=4 …` it is a profiling grid; with `explore` it has propensities.
     """
-    from speckv.evaluation.recording import join, to_steps
+    from speckv.evaluation.recording import join, to_held_out_steps
     from speckv.plugins import load_costs, make_policy
     from speckv.shipped import shipped_costs, shipped_traces
     from speckv.traces import TraceDataset
@@ -117,6 +118,6 @@ def traces_to_steps(
     data = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
     costs = load_costs(costs_name) if costs_name else shipped_costs()[0]
     policies = [make_policy(spec) for spec in policy_specs]
-    log = join({policy.label: to_steps(policy.fit(data, costs), data, costs) for policy in policies})
+    log = join({policy.label: to_held_out_steps(policy, data, costs) for policy in policies})
     log.save(out)
     click.echo(f"{out}: {len(log)} steps of {len(set(log.sequence.tolist()))} sequences")

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("policy_spec", metavar="POLICY")
 @TRACES
+@click.option(
+    "--from",
+    "log_path",
+    type=click.Path(path_type=pathlib.Path),
+    help="Learn from this step log, a file or a folder, and not from a recording; --costs defaults to its own seconds.",
+)
 @COSTS
 @click.option("--out", required=True, type=FOLDER, help="Where the policy is saved, and checkpoints until then.")
 @click.option("--steps", type=click.IntRange(1), help="Of training, for agents.  [default: the agent's own]")
@@ -40,6 +46,7 @@ if TYPE_CHECKING:
 def train(
     policy_spec: str,
     traces_path: pathlib.Path | None,
+    log_path: pathlib.Path | None,
     costs_name: str | None,
     out: pathlib.Path,
     steps: int | None,
@@ -63,6 +70,7 @@ def train(
     from speckv.traces import TraceDataset
     from speckv.training import TrainedPolicy, fingerprints
 
+    must_be_writable(out)
     checkpoint = out / "checkpoint.safetensors"
     if (out / "policy.json").exists():
         raise SpecKVError(f"{out}: holds a policy already; choose another folder")
@@ -72,7 +80,6 @@ def train(
             if resume
             else f"{out}: holds a training that was stopped; add --resume, or choose another folder"
         )
-    must_be_writable(out)
     policy = make_policy(policy_spec)
     must_learn(policy)
     if isinstance(policy, TrainedPolicy):
@@ -83,6 +90,12 @@ def train(
     if log_dir and importlib.util.find_spec("tensorboard") is None:
         raise SpecKVError("--log-dir writes with tensorboard, which is not installed; pip install 'speckv[rl]'")
 
+    about: dict[str, Any] = {"command": shlex.join(["speckv", *sys.argv[1:]]), "seed": seed}
+    if log_path is not None:
+        if traces_path is not None:
+            raise SpecKVError("a policy learns from a recording or from a step log: give one of --traces and --from")
+        _train_from_log(policy, log_path, costs_name, out, seed, folds, about)
+        return
     traces = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
     costs = load_costs(costs_name) if costs_name else shipped_costs()[0]
     fold_of = folds_of(traces, folds, seed) if folds > 1 else np.ones(len(traces), dtype=np.int64)
@@ -94,14 +107,61 @@ def train(
         else:
             policy.fit(learned, costs, seed)
     prompts = sorted(set(learned.ids.tolist()))
-    about: dict[str, Any] = {"command": shlex.join(["speckv", *sys.argv[1:]]), "seed": seed, "costs": costs.name}
-    about["sequences"] = fingerprints(learned)
-    write_json(out / "training.json", about | {"traces": traces.manifest.settings, "prompts": prompts})
+    about |= {"costs": costs.name, "sequences": fingerprints(learned), "traces": traces.manifest.settings}
+    write_json(out / "training.json", about | {"prompts": prompts})
     save_policy(policy, out)
     checkpoint.unlink(missing_ok=True)
     click.echo(f"{out}: {policy.label}, trained on {len(prompts)} prompts under {costs.name}")
     if folds > 1:
         _report(policy, learned, traces.take(fold_of == 0), costs)
+
+
+def _train_from_log(
+    policy: "Policy",
+    path: pathlib.Path,
+    costs_name: str | None,
+    out: pathlib.Path,
+    seed: int,
+    folds: int,
+    about: dict[str, Any],
+) -> None:
+    """Train on a step log, save, and print what the log's other prompts let expect."""
+    import numpy as np
+
+    from speckv.compression import COMPRESSIONS
+    from speckv.costs import fit_costs_to_log
+    from speckv.evaluation.ranking import RANKED_BY, split_by_prompt, throughput_by_compression
+    from speckv.files import write_json
+    from speckv.plugins import load_costs, make_policy, registry
+    from speckv.saving import save_policy
+    from speckv.steplogs import StepLog
+
+    if not policy.overrides("fit_steps"):
+        able = [name for name, entry in sorted(registry().policies.items()) if entry.value().overrides("fit_steps")]
+        raise SpecKVError(
+            f"policy {policy.label!r} learns from recordings, not from step logs; give it one with --traces, or train "
+            f"one of {', '.join(able)}"
+        )
+    log = StepLog.load(path)
+    learned, held_out = split_by_prompt(log, folds, seed) if folds > 1 else (log, log)
+    costs = load_costs(costs_name) if costs_name else fit_costs_to_log(learned, "the log's own seconds", str(path))
+    policy.fit_steps(learned, costs, seed)
+    sequences = sorted(set(learned.sequence.tolist()))
+    write_json(out / "training.json", about | {"costs": costs.name, "log": log.provenance, "logged": sequences})
+    save_policy(policy, out)
+    click.echo(f"{out}: {policy.label}, trained on {len(learned)} steps of {len(sequences)} texts under {costs.name}")
+    if folds == 1:
+        return
+    most = int(log.gamma.max())
+    fixed = make_policy("best-fixed").fit_steps(learned, costs, seed)
+    mine, best = (throughput_by_compression(each, held_out, costs, most) for each in (policy, fixed))
+    for name, reached, against in zip(COMPRESSIONS, mine.tolist(), best.tolist(), strict=True):
+        if reached:
+            texts = len(np.unique(held_out.sequence[held_out.compression == name]))
+            click.echo(
+                f"{name}: {reached:.3g} tokens/s estimated on {texts} held-out texts ({RANKED_BY}), "
+                f"{reached / against - 1:+.1%} against the best fixed gamma ({against:.3g})"
+            )
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """The evaluation of a policy on a step log: every estimate with its interval, and how far the log carries it."""
 
-import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,21 +9,18 @@ import numpy as np
 
 from speckv.costs import CostModel, fit_costs_to_log
 from speckv.errors import SpecKVError, SpecKVWarning
-from speckv.evaluation.estimators import ESTIMATORS, Ips, inverse_propensities
-from speckv.evaluation.paths import Paths, can_replay
+from speckv.evaluation.estimators import ESTIMATORS, Estimator, Ips, inverse_propensities
+from speckv.evaluation.paths import Paths
 from speckv.evaluation.situations import Situations, check_evaluable, chosen_gammas, make_situations, ordered
 from speckv.features import FloatArray
 from speckv.policy import Policy
-from speckv.replaying import replay
 from speckv.steplogs import StepLog
 
-#: Resamples of an interval, and paths that are drawn for the replay of a rebuilt one.
-RESAMPLES, DRAWS = 999, 20
+#: Resamples of an interval, and texts that are drawn where the log leaves them open.
+RESAMPLES, DRAWS = 999, 10
 LEVEL = 0.95
 #: Fewer steps than these tell little, and of fewer sequences intervals are too narrow, whatever they say.
 FEW, FEW_SEQUENCES = 50, 20
-PATH = "path"
-_PATH_ASSUMES = "the text does not depend on gamma; the policy looks at outcomes alone; hazards depend on depth alone"
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class Evaluation:
         estimates: one an estimator; those that the log can't support are missing.
         logged: tokens a second of the log's own steps, in the same seconds.
         steps, sequences: of the log.
-        agreement: share of the steps in which the policy would have chosen what was chosen.
+        agreement: share of the policy's steps in which the log chose what the policy chooses.
         effective_steps: (sum of weights)^2 / sum of squared weights: how many steps played by the policy itself the
             weighted ones are worth; None without propensities.
         warnings: what should make one doubt.
@@ -90,10 +86,11 @@ def evaluate(
     resamples: int = RESAMPLES,
     draws: int = DRAWS,
 ) -> list[Evaluation]:
-    """Estimate a policy's throughput from a step log, at each compression in it.
+    """Estimate from a step log which throughput a policy reaches by itself, at each compression in the log.
 
     The interval is a percentile bootstrap over sequences: steps of one text resemble each other. Models of acceptance
     are fitted anew in each resample (the hazard by one Newton step), those of the doubly robust estimator once.
+    What the log leaves open of the text is drawn several times.
 
     Args:
         policy: decides before the step alone, from features in the log; fitted, if it learns.
@@ -102,7 +99,7 @@ def evaluate(
         gamma_max: no step of the evaluated policy drafts more; by default the most that the log asked for.
         seed: of resampling.
         resamples: of each interval.
-        draws: paths that are drawn for the replay of a rebuilt one.
+        draws: of what the log leaves open.
 
     Raises:
         SpecKVError: the log lacks compressions, or seconds where no costs are given; or as of `make_situations`.
@@ -119,27 +116,45 @@ def evaluate(
         part = ordered(log, log.compression == stored)
         situations = make_situations(part, policy, model, most, measured=costs is None)
         counts = _resampled(situations.sequences, resamples, seed)
+        paths, random = Paths(part, situations, most), np.random.default_rng([seed, 1])
+        played = [paths.play(policy, model, counts[min(draw, resamples)], random) for draw in range(draws)]
         estimates = [
-            _estimate(kind.name, kind.assumes, kind().estimate(situations, counts), situations.sequences)
+            _estimate(kind.name, kind.assumes, _over_draws(kind(), played, counts), situations.sequences)
             for kind in ESTIMATORS
             if not kind.weighs or situations.propensity is not None
         ]
-        if can_replay(policy):
-            replayed = _replayed(policy, part, situations, model, counts, draws, seed)
-            estimates.append(_estimate(PATH, _PATH_ASSUMES, replayed, situations.sequences))
-        found.append(_evaluation(policy.label, str(stored), model.name, situations, estimates))
+        found.append(_evaluation(policy.label, str(stored), model.name, situations, played[0], estimates))
     return found
 
 
+def _over_draws(estimator: Estimator, played: Sequence[Situations], counts: FloatArray) -> FloatArray:
+    """(M, 2) tokens and seconds of a step: the means over all draws of what the log leaves open, or, of an estimator
+    that is `drawn`, resamples that go with one of them each."""
+    if not estimator.drawn:
+        return np.asarray(np.mean([estimator.estimate(situations, counts) for situations in played], axis=0))
+    values, alone = np.zeros((len(counts), 2)), np.zeros((len(played), 2))
+    for draw, situations in enumerate(played):
+        rows = np.arange(1 + draw, len(counts), len(played))
+        found = estimator.estimate(situations, counts[np.append(0, rows)])
+        alone[draw], values[rows] = found[0], found[1:]
+    values[0] = alone.mean(axis=0)
+    return values
+
+
 def _evaluation(
-    policy: str, compression: str, costs: str, situations: Situations, estimates: list[Estimate]
+    policy: str, compression: str, costs: str, log: Situations, own: Situations, estimates: list[Estimate]
 ) -> Evaluation:
-    """The estimates that came to a number, and how far the log carries them; doubts are warnings, too."""
-    tokens, seconds = situations.by_sequence(situations.accepted + 1, situations.played_seconds).sum(axis=0)
-    inverse = None if situations.propensity is None else inverse_propensities(situations)
-    effective = None if inverse is None else float(inverse.sum() ** 2 / max((inverse**2).sum(), 1e-300))
-    weight = None if inverse is None else _wrong_weight(situations, inverse)
-    doubts = _doubts(situations, effective, weight)
+    """The estimates that came to a number, and how far the log carries them; doubts are warnings, too.
+
+    `own` are those of the steps in `log` that begin where the policy begins one.
+    """
+    tokens, seconds = log.by_sequence(log.accepted + 1, log.played_seconds).sum(axis=0)
+    effective = weight = None
+    if own.propensity is not None:
+        times = inverse_propensities(own) * own.weight
+        effective = float(times.sum() ** 2 / max((times**2).sum(), 1e-300))
+        weight = _wrong_weight(own)
+    doubts = _doubts(log, own, effective, weight)
     for doubt in doubts:
         warnings.warn(f"{policy} at {compression}: {doubt}", SpecKVWarning, stacklevel=3)
     return Evaluation(
@@ -152,9 +167,9 @@ def _evaluation(
             if np.isfinite(estimate.throughput) and not (weight is not None and estimate.estimator == Ips.name)
         ],
         logged=float(tokens / seconds),
-        steps=len(situations.wanted),
-        sequences=situations.sequences,
-        agreement=float(situations.agrees.mean()),
+        steps=len(log.chosen),
+        sequences=log.sequences,
+        agreement=float(np.average(own.agrees, weights=own.weight)),
         effective_steps=effective,
         warnings=doubts,
     )
@@ -186,51 +201,34 @@ def _estimate(name: str, assumes: str, values: FloatArray, sequences: int) -> Es
     )
 
 
-def _replayed(
-    policy: Policy, log: StepLog, situations: Situations, costs: CostModel, counts: FloatArray, draws: int, seed: int
-) -> FloatArray:
-    """(M, 2) tokens and seconds of a step on rebuilt paths: the mean of some in the first row, one each in the others,
-    drawn by the chances of a resample."""
-    paths, random = Paths(log, situations), np.random.default_rng([seed, 1])
-    sums = np.zeros((draws, situations.sequences, 3))
-    for draw in range(draws):
-        run = replay(copy.deepcopy(policy), paths.draw(counts[min(draw, len(counts) - 1)], random), costs)
-        for column, values in enumerate((run.accepted + 1, run.seconds, np.ones(len(run.gamma)))):
-            sums[draw, :, column] = np.bincount(run.sequence, values, situations.sequences)
-    of = np.arange(len(counts)) % draws
-    totals = np.einsum("ms,msc->mc", counts, sums[of])
-    totals[0] = sums.mean(axis=0).sum(axis=0)
-    return np.asarray(totals[:, :2] / totals[:, 2:])
-
-
-def _wrong_weight(situations: Situations, inverse: FloatArray) -> float | None:
-    """The mean of the weights (n,), if it is further from 1 than chance takes it. Few sequences can't tell."""
+def _wrong_weight(situations: Situations) -> float | None:
+    """The mean of the inverse propensities, if it is further from 1 than chance takes it. Few sequences can't tell."""
     if situations.sequences < FEW_SEQUENCES:
         return None
-    sums = situations.by_sequence(inverse, 1.0)
+    sums = situations.by_sequence(inverse_propensities(situations), 1.0)
     mean = float(sums[:, 0].sum() / sums[:, 1].sum())
     error = np.sqrt(((sums[:, 0] - mean * sums[:, 1]) ** 2).sum()) / sums[:, 1].sum()
     return mean if abs(mean - 1) > max(4 * error, 0.01) else None
 
 
-def _doubts(situations: Situations, effective: float | None, weight: float | None) -> list[str]:
+def _doubts(log: Situations, own: Situations, effective: float | None, weight: float | None) -> list[str]:
     doubts = []
-    if situations.sequences == 1:
+    if log.sequences == 1:
         doubts.append(
             "the log holds one sequence, which no interval can be told from: give several logs, or longer ones"
         )
-    elif situations.sequences < FEW_SEQUENCES:
-        doubts.append(f"the log holds only {situations.sequences} sequences: the intervals are too narrow")
-    chosen, wanted = set(situations.chosen.tolist()), situations.wanted
+    elif log.sequences < FEW_SEQUENCES:
+        doubts.append(f"the log holds only {log.sequences} sequences: the intervals are too narrow")
+    chosen, wanted = set(log.chosen.tolist()), own.wanted
     if missing := sorted(set(wanted.tolist()) - chosen):
-        share = np.isin(wanted, missing).mean()
+        share = np.average(np.isin(wanted, missing), weights=own.weight)
         doubts.append(
             f"the log never asked for {_listed(missing)} tokens, which the policy wants in {share:.0%} of the steps: "
             "weighted estimates lack them, the others go by what shorter or longer drafts showed"
         )
     if (deepest := int(wanted.max())) > max(chosen):
         doubts.append(f"no step asked for more than {max(chosen)} tokens: {deepest} is beyond what the log knows")
-    if (agreeing := int(situations.agrees.sum())) < FEW:
+    if (agreeing := int(own.agrees.sum())) < FEW:
         doubts.append(f"only {agreeing} steps chose what the policy wants: do not rely on match, ips and snips")
     if effective is None:
         doubts.append(

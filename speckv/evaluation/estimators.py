@@ -1,8 +1,8 @@
-"""Estimators of what a policy is worth in the situations of a log: tokens and seconds of a step.
+"""Estimators of what a policy is worth: tokens and seconds of its steps.
 
-They are *one-step*: they take the situations as the logging decoder met them, and ask what the evaluated policy's
-choice would have been worth in each. That the policy would have met others they ignore; only `HazardByToken` makes up
-for part of it. `speckv.evaluation.paths` holds the estimator that does not ignore it.
+They look at the logged steps that begin where one of the policy's own does, each weighed by how many of these it stands
+for (`speckv.evaluation.paths`), and differ in how they come from what was played there to what the policy would have
+played. `Path` looks at the replay itself.
 """
 
 from abc import ABC, abstractmethod
@@ -14,9 +14,6 @@ from speckv.evaluation.situations import Situations
 from speckv.evaluation.survival import HazardModel, drafted_shares, expected_tokens, kaplan_meier, reach, split
 from speckv.features import FloatArray
 
-#: Resamples that the hazard is fitted to; its expectation is worked out step by step in each.
-_HAZARDS = 200
-
 
 class Estimator(ABC):
     """One way to estimate.
@@ -25,19 +22,21 @@ class Estimator(ABC):
         name: in tables.
         assumes: when its estimate is right, in words.
         weighs: whether it needs the chance with which the log chose.
+        drawn: whether each resample goes with one draw of what the log leaves open, in place of the mean over all: of
+            estimators that take so much from each step that a draw matters little, or nothing from steps at all.
     """
 
     name: ClassVar[str]
     assumes: ClassVar[str]
     weighs: ClassVar[bool] = False
+    drawn: ClassVar[bool] = False
 
     @abstractmethod
     def estimate(self, situations: Situations, weights: FloatArray) -> FloatArray:
         """(M, 2) tokens and seconds of a step, for each set of weights.
 
         Args:
-            weights: (M, S) how often each sequence counts; the first row is the estimate itself, the others resamples,
-                of which an estimator may take the first few.
+            weights: (M, S) how often each sequence counts; the first row is the estimate itself, the others resamples.
         """
 
 
@@ -89,10 +88,10 @@ class KaplanMeier(Estimator):
         tokens = (counts * np.cumsum(survival, axis=1)).sum(axis=1)
         lagging = (weights @ situations.by_sequence(*(wanted * situations.catching_up[:, None]).T)) * survival
         asked = np.zeros((situations.sequences, most + 1, most + 1))
-        np.add.at(asked, (situations.sequence, situations.wanted), situations.seconds)
+        np.add.at(asked, (situations.sequence, situations.wanted), situations.seconds * situations.weight[:, None])
         shares = _drafted_shares(situations, weights)
         forwards = np.einsum("ms,sad,mad->m", weights, asked, shares, optimize=True)
-        totals = np.column_stack([tokens, forwards + lagging.sum(axis=1)])
+        totals = np.column_stack([tokens, forwards + lagging[:, 1:].sum(axis=1)])
         return np.asarray(totals / counts.sum(axis=1)[:, None])
 
 
@@ -101,35 +100,15 @@ class Hazard(Estimator):
 
     name = "hazard"
     assumes = "the hazard is logistic in the log's features, and these say all that its choice depended on"
+    drawn = True
 
     def estimate(self, situations: Situations, weights: FloatArray) -> FloatArray:
-        weights = weights[: 1 + _HAZARDS]
         model, forwards = HazardModel.fit(situations, weights), _forward_seconds(situations, weights[0])
         sums = np.zeros((len(weights), 3))
         for row, counts in enumerate(weights):
             tokens, lagging = _foretell(model, situations, row)
-            steps = self.steps(situations, tokens)
-            columns = situations.by_sequence(steps * tokens, steps * (forwards + lagging), steps)
-            sums[row] = counts @ columns
+            sums[row] = counts @ situations.by_sequence(tokens, forwards + lagging, 1.0)
         return sums[:, :2] / sums[:, 2:]
-
-    def steps(self, situations: Situations, tokens: FloatArray) -> FloatArray:
-        """(n,) how many steps the policy makes where the log made one, of the `tokens` that it commits in each."""
-        return np.ones(len(tokens))
-
-
-class HazardByToken(Hazard):
-    """The same for each committed token of the log, not for each step.
-
-    Where the text is easy a policy that drafts more makes fewer steps than the log, and more where it is hard. Both
-    commit the same tokens there, so that the policy's steps are the log's tokens over its own tokens a step.
-    """
-
-    name = "hazard-by-token"
-    assumes = "as for hazard; and what a situation is like lasts for longer than a step"
-
-    def steps(self, situations: Situations, tokens: FloatArray) -> FloatArray:
-        return (situations.accepted + 1) / tokens
 
 
 class DoublyRobust(Estimator):
@@ -139,7 +118,7 @@ class DoublyRobust(Estimator):
     name = "doubly-robust"
     assumes = "the propensities are right, or the hazard is"
     weighs = True
-    folds = 5
+    folds = 2
 
     def estimate(self, situations: Situations, weights: FloatArray) -> FloatArray:
         tokens, seconds = np.zeros(len(situations.wanted)), np.zeros(len(situations.wanted))
@@ -156,6 +135,18 @@ class DoublyRobust(Estimator):
         tokens += inverse * (situations.accepted + 1 - tokens)
         seconds += inverse * (situations.played_seconds - seconds)
         sums = weights @ situations.by_sequence(tokens, seconds, 1.0)
+        return np.asarray(sums[:, :2] / sums[:, 2:])
+
+
+class Path(Estimator):
+    """The replay of the policy on the text that is rebuilt from the log."""
+
+    name = "path"
+    assumes = "the hazard of what is drawn is logistic; of signals the policy sees those of the log's last step"
+    drawn = True
+
+    def estimate(self, situations: Situations, weights: FloatArray) -> FloatArray:
+        sums = weights @ situations.replayed
         return np.asarray(sums[:, :2] / sums[:, 2:])
 
 
@@ -178,14 +169,15 @@ def _foretell(model: HazardModel, situations: Situations, row: int = 0) -> tuple
     """(n,) expected tokens of a step, and (n,) seconds that it leaves to the next one."""
     hazards = model.hazards(situations.covariates, situations.gamma_max, row)
     whole = reach(hazards)[np.arange(len(hazards)), situations.wanted]
-    return expected_tokens(hazards, situations.wanted), whole * situations.catching_up
+    lagging = np.where(situations.wanted > 0, whole * situations.catching_up, 0.0)
+    return expected_tokens(hazards, situations.wanted), lagging
 
 
 def _drafted_shares(situations: Situations, weights: FloatArray) -> FloatArray:
     """(M, A, D) the chance that d tokens are drafted of a asked for: the text's end may leave room for fewer."""
     most = situations.gamma_max
     hazards = kaplan_meier(situations.drafted, situations.chosen, situations, weights, most)
-    return np.stack([drafted_shares(row, most) for row in hazards])
+    return drafted_shares(hazards)
 
 
 def _forward_seconds(situations: Situations, counts: FloatArray) -> FloatArray:
@@ -194,4 +186,4 @@ def _forward_seconds(situations: Situations, counts: FloatArray) -> FloatArray:
     return np.asarray((shares[situations.wanted] * situations.seconds).sum(axis=1))
 
 
-ESTIMATORS: tuple[type[Estimator], ...] = (KaplanMeier, Hazard, HazardByToken, Match, Ips, Snips, DoublyRobust)
+ESTIMATORS: tuple[type[Estimator], ...] = (KaplanMeier, Hazard, Match, Ips, Snips, DoublyRobust, Path)

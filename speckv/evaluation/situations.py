@@ -1,8 +1,8 @@
-"""The logged steps as estimators need them, with what the evaluated policy would have chosen in each."""
+"""Logged steps as estimators need them, with what the evaluated policy would have chosen in each."""
 
 import warnings
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +32,13 @@ class Situations:
         wanted: (n,) tokens that the evaluated policy would have asked for.
         propensity: (n,) chance with which the log chose; None if any is unknown.
         seconds: (n, gamma_max + 1) of the step if so many tokens were drafted, the evaluated policy's time included.
-        catching_up: (n,) seconds that the policy's step leaves to the next one if everything drafted is accepted: the
-            draft has not seen its own last token. They are counted where they are caused.
+        catching_up: (n,) seconds that the policy's step leaves to the next one if all that it drafted is accepted, one
+            token or more: the draft has not seen its own last token. They are counted where they are caused.
         played_seconds: (n,) of the step as it was played, in the same terms.
         covariates: (n, k) features before the draft, standardised; 0 where a value is unknown.
+        weight: (n,) how many of the evaluated policy's own steps each stands for.
+        replayed: (S, 3) tokens, seconds and steps of the policy on the text that is rebuilt from the log; empty before
+            it is replayed.
     """
 
     sequence: IntArray
@@ -48,6 +51,8 @@ class Situations:
     catching_up: FloatArray
     played_seconds: FloatArray
     covariates: FloatArray
+    weight: FloatArray
+    replayed: FloatArray
 
     @property
     def sequences(self) -> int:
@@ -63,13 +68,16 @@ class Situations:
         """(n,) whether the evaluated policy would have chosen what was chosen."""
         return np.asarray(self.wanted == self.chosen)
 
+    def take(self, rows: IntArray) -> Self:
+        """The steps at `rows`."""
+        of_steps: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "replayed"}
+        known = {name: column[rows] for name, column in of_steps.items() if column is not None}
+        return replace(self, **known)
+
     def by_sequence(self, *columns: npt.ArrayLike) -> FloatArray:
-        """(S, columns) sums of (n,) columns."""
+        """(S, columns) sums of (n,) columns, each step counted by its weight."""
         return np.column_stack(
-            [
-                np.bincount(self.sequence, np.broadcast_to(column, self.sequence.shape), self.sequences)
-                for column in columns
-            ]
+            [np.bincount(self.sequence, self.weight * np.asarray(column), self.sequences) for column in columns]
         )
 
 
@@ -103,7 +111,7 @@ def check_evaluable(policy: Policy) -> None:
 def make_situations(
     log: StepLog, policy: Policy, costs: CostModel, gamma_max: int, measured: bool = False
 ) -> Situations:
-    """What estimators need to know.
+    """What is known of all logged steps; each stands for one of the policy's, which is shown them as its own.
 
     Args:
         log: at one compression, ordered.
@@ -138,9 +146,11 @@ def make_situations(
         wanted=np.minimum(wanted, gamma_max),
         propensity=log.propensity if all_known else None,
         seconds=seconds,
-        catching_up=np.where(wanted > 0, catching_up, 0.0),
+        catching_up=catching_up,
         played_seconds=played,
         covariates=_standardise(of_log),
+        weight=np.ones(len(log)),
+        replayed=np.zeros((0, 3)),
     )
 
 

@@ -74,21 +74,25 @@ class HazardModel:
         from sklearn.linear_model import LogisticRegression
 
         depth = _deepest(situations)
-        inputs, right, sequence = _examples(situations, depth)
+        inputs, right, row = _examples(situations, depth)
+        sequence, weight = situations.sequence[row], situations.weight[row]
         if not len(right) or right.min() == right.max():
             coefficients = np.zeros((len(weights), inputs.shape[1]))
             coefficients[:, :depth] = 3.0 if right.all() else -3.0
             return cls(coefficients, depth)
         model = LogisticRegression(C=1 / strength, fit_intercept=False, solver="newton-cholesky", max_iter=200)
-        first = model.fit(inputs, right, sample_weight=weights[0][sequence]).coef_[0]
+        first = model.fit(inputs, right, sample_weight=weight * weights[0][sequence]).coef_[0]
+        if len(weights) == 1:
+            return cls(first[None], depth)
         chance = 1 / (1 + np.exp(-inputs @ first))
-        slopes = inputs * (right - chance)[:, None]
+        slopes = inputs * (weight * (right - chance))[:, None]
         size = inputs.shape[1]
         gradient, curvature = np.zeros((situations.sequences, size)), np.zeros((situations.sequences, size, size))
         np.add.at(gradient, sequence, slopes)
-        for row in range(situations.sequences):
-            of_it = inputs[sequence == row]
-            curvature[row] = (of_it * (chance * (1 - chance))[sequence == row, None]).T @ of_it
+        bends = weight * chance * (1 - chance)
+        for one in range(situations.sequences):
+            of_it = inputs[sequence == one]
+            curvature[one] = (of_it * bends[sequence == one, None]).T @ of_it
         downhill = weights @ gradient - strength * first
         bend = np.tensordot(weights, curvature, axes=1) + strength * np.eye(size)
         coefficients = first + np.linalg.solve(bend, downhill[..., None])[..., 0]
@@ -108,12 +112,12 @@ def _deepest(situations: Situations) -> int:
 
 
 def _examples(situations: Situations, depth: int) -> tuple[FloatArray, FloatArray, IntArray]:
-    """One example for each token that was tried: (e, depth + k) inputs, (e,) whether it was right, (e,) sequence."""
+    """One example for each token that was tried: (e, depth + k) inputs, (e,) whether it was right, (e,) step."""
     depths = np.arange(1, depth + 1)
     at_risk = (situations.chosen[:, None] >= depths) & (situations.accepted[:, None] >= depths - 1)
     row, index = np.nonzero(at_risk)
     inputs = np.hstack([_INTERCEPT * np.eye(depth)[index], situations.covariates[row]])
-    return inputs, (situations.accepted[row] > index).astype(float), situations.sequence[row]
+    return inputs, (situations.accepted[row] > index).astype(float), row
 
 
 def expected_tokens(hazards: FloatArray, wanted: IntArray) -> FloatArray:
@@ -122,13 +126,12 @@ def expected_tokens(hazards: FloatArray, wanted: IntArray) -> FloatArray:
     return np.asarray(1 + np.where(np.arange(1, survival.shape[1] + 1) <= wanted[:, None], survival, 0.0).sum(axis=1))
 
 
-def drafted_shares(hazards: FloatArray, most: int) -> FloatArray:
-    """(most + 1, most + 1) the chance that d tokens are drafted (column) of a asked for (row), of (most,) hazards."""
+def drafted_shares(hazards: FloatArray) -> FloatArray:
+    """(..., J + 1, J + 1) the chance that d tokens are drafted (last axis) of a asked for, of (..., J) hazards."""
     survival = reach(hazards)
-    shares = np.zeros((most + 1, most + 1))
-    for asked in range(most + 1):
-        shares[asked, : asked + 1] = survival[: asked + 1] - np.append(survival[1 : asked + 1], 0.0)
-    return shares
+    asked, drafted = np.indices((survival.shape[-1], survival.shape[-1]))
+    ending = survival - np.append(survival[..., 1:], np.zeros((*survival.shape[:-1], 1)), axis=-1)
+    return np.where(drafted < asked, ending[..., None, :], np.where(drafted == asked, survival[..., None, :], 0.0))
 
 
 def split(sequences: int, parts: int) -> Sequence[IntArray]:

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import tempfile
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from speckv.compression import COMPRESSIONS
 from speckv.errors import SpecKVError
-from speckv.exporters.portable import PortableExporter, RowByRow
-from speckv.features import FEATURES
+from speckv.exporters.portable import PortableExporter
+from speckv.features import FEATURES, Features, FloatArray, IntArray, signal_of
 from speckv.files import write_atomically
-from speckv.policy import Policy
+from speckv.policy import Outcome, Policy, State
 from speckv.runtime import Bundle
 from speckv.runtime.models import Inputs, Model, Network
-from speckv.runtime.programs import LONGEST, Additive, Choice, Draft, GammaRule, Program, Score, StopRule, Table
+from speckv.runtime.programs import LONGEST, Additive, Choice, GammaRule, Program, Score, StopRule, Table
 from speckv.runtime.programs import Threshold as ThresholdRule
 
 HEADER = "speckv_policy.h"
@@ -237,29 +237,122 @@ def _number(value: float) -> str:
     return repr(float(value)).replace("inf", "INFINITY")
 
 
-class _Sequence(ctypes.Structure):
-    """`speckv_sequence`, without what only `speckv_observe` reads."""
-
-    _fields_ = [
-        *((name, ctypes.c_double) for name in _FIELDS),
-        ("survival", ctypes.c_double),
-        ("goes_on", ctypes.c_int),
-        ("accepted", ctypes.c_double),
-        ("tried", ctypes.c_double),
-        ("entropies", ctypes.c_double * LONGEST),
-        ("top1s", ctypes.c_double * LONGEST),
-    ]
-
-
-#: What makes a library of a header, for Python to call.
+#: What makes a library of a header: its own functions, each for n sequences in a row.
 _LIBRARY = f"""#include "{HEADER}"
 const char *policy(void) {{ return SPECKV_POLICY; }}
 const char *reads(void) {{ return SPECKV_READS; }}
 const char *asks(void) {{ return SPECKV_ASKS; }}
-int gamma_of(speckv_sequence *s) {{ return speckv_gamma_rule(s); }}
-int draws(speckv_sequence *s) {{ return speckv_draw_rule(s); }}
-int keeps(speckv_sequence *s) {{ return speckv_keep_rule(s); }}
+int size(void) {{ return (int)sizeof(speckv_sequence); }}
+void start(speckv_sequence *s, int n, const double *length, const double *compression, const double *ratio)
+{{
+    for (; n--; s++) speckv_start(s, (int)*length++, (int)*compression++, *ratio++);
+}}
+void choose_gamma(speckv_sequence *s, int n, int *answer, const double *size)
+{{
+    for (; n--; s++) *answer++ = speckv_choose_gamma(s, (int)*size++);
+}}
+void draw_token(speckv_sequence *s, int n, int *answer, const double *a, const double *b, const double *c,
+                const double *d)
+{{
+    for (; n--; s++) *answer++ = speckv_draw_token(s, *a++, *b++, *c++, *d++);
+}}
+void keep_drafting(speckv_sequence *s, int n, int *answer, const double *p)
+{{
+    for (; n--; s++) *answer++ = speckv_keep_drafting(s, *p++);
+}}
+void observe(speckv_sequence *s, int n, const double *drafted, const double *accepted, const double *a, const double *b)
+{{
+    for (; n--; s++) speckv_observe(s, (int)*drafted++, (int)*accepted++, *a++, *b++);
+}}
 """
+#: What a host tells a header, the rest of the features it keeps itself.
+_TOLD = ("context_length", "compression", "cost_ratio", "batch_size", "target_entropy", "target_margin")
+_SIGNALS = ("draft_entropy", "draft_top1", "draft_top2", "draft_top10")
+
+
+class HeaderPolicy(Policy):
+    """A compiled header as a policy: its own functions keep the features of each sequence, told what a host would tell.
+
+    Args:
+        library: of a header.
+    """
+
+    name = "portable"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        super().__init__()
+        for name in ("policy", "reads", "asks"):
+            getattr(library, name).restype = ctypes.c_char_p
+        self._label, self._asks = str(library.policy(), "utf-8"), str(library.asks(), "utf-8")
+        names = str(library.reads(), "utf-8").split(",")
+        last = {str(signal_of(name)) for name in names if FEATURES[name].when == "before" and signal_of(name)}
+        shown = {*names, *last} & {*_TOLD, *_SIGNALS, "draft_probability"}
+        self.features = tuple(name for name in FEATURES if name in shown)
+        # What only tokens that are gone on from are asked about can be told then; else each token has to be told of.
+        self._tells = bool(last) or self._asks in {"draw_token", "both"}
+        self._size = int(library.size())
+        # Copies of a policy share the library, which can't be copied; functions are not.
+        self._call: Callable[..., Any] = lambda function, *arguments: getattr(library, function)(*arguments)
+
+    @property
+    def label(self) -> str:
+        return self._label
+
+    def overrides(self, method: str) -> bool:
+        if method == "draw_token":
+            return self._tells
+        if method == "keep_drafting":
+            return self._asks in {"keep_drafting", "both"}
+        return super().overrides(method)
+
+    def new_state(self, rows: int) -> State:
+        return {
+            "sequence": np.zeros((rows, self._size), dtype=np.uint8),
+            "started": np.zeros(rows, dtype=bool),
+            "drafted": np.zeros(rows),
+            "accepted": np.zeros(rows),
+        }
+
+    def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
+        """Also starts the sequence, or takes in the step before: what the target said of it is only known now."""
+        seen = [self._told(features, name) for name in _TOLD]
+        fresh = ~state["started"]
+        for rows, function, columns in (
+            (fresh, "start", seen[:3]),
+            (~fresh, "observe", [state["drafted"], state["accepted"], *seen[4:]]),
+        ):
+            part = {"sequence": state["sequence"][rows]}
+            self._tell(function, part, [column[rows] for column in columns])
+            state["sequence"][rows] = part["sequence"]
+        state["started"][:] = True
+        return self._ask("choose_gamma", state, seen[3:4])
+
+    def draw_token(self, features: Features, state: State) -> npt.ArrayLike:
+        return self._ask("draw_token", state, [self._told(features, name) for name in _SIGNALS]).astype(bool)
+
+    def keep_drafting(self, features: Features, state: State) -> npt.ArrayLike:
+        if not self._tells:
+            self.draw_token(features, state)
+        return self._ask("keep_drafting", state, [self._told(features, "draft_probability")]).astype(bool)
+
+    def observe(self, outcome: Outcome, state: State) -> None:
+        state["drafted"], state["accepted"] = outcome.drafted.astype(float), outcome.accepted.astype(float)
+
+    def _told(self, features: Features, name: str) -> FloatArray:
+        """What the policy does not look at is 0."""
+        return features[name] if name in self.features else np.zeros(features.rows)
+
+    def _ask(self, function: str, state: State, columns: list[FloatArray]) -> IntArray:
+        answers = np.zeros(len(state["sequence"]), dtype=np.intc)
+        self._tell(function, state, [answers, *columns])
+        return answers.astype(np.int64)
+
+    def _tell(self, function: str, state: State, columns: Sequence[npt.NDArray[Any]]) -> None:
+        """Call a function of the library on sequences, in place, with arrays of as many entries."""
+        sequences = state["sequence"] = np.ascontiguousarray(state["sequence"])
+        arrays = [np.ascontiguousarray(column) for column in columns]
+        pointers = [ctypes.c_void_p(array.ctypes.data) for array in (sequences, *arrays)]
+        self._call(function, pointers[0], len(sequences), *pointers[1:])
 
 
 def load_header(path: pathlib.Path) -> Policy:
@@ -271,25 +364,7 @@ def load_header(path: pathlib.Path) -> Policy:
     if not path.exists():
         raise SpecKVError(f"{path}: no such file; expected an exported policy")
     with tempfile.TemporaryDirectory() as folder:
-        library = compile_library(path, pathlib.Path(folder))
-    for name in ("policy", "reads", "asks"):
-        getattr(library, name).restype = ctypes.c_char_p
-    policy, reads, asks = (getattr(library, name)().decode() for name in ("policy", "reads", "asks"))
-
-    def ask(function: Any, values: dict[str, float], draft: Draft) -> int:
-        sequence = _Sequence(survival=draft.survival, goes_on=draft.goes_on, **values)
-        answer = int(function(ctypes.byref(sequence)))
-        draft.survival, draft.goes_on = sequence.survival, bool(sequence.goes_on)
-        return answer
-
-    return RowByRow(
-        policy,
-        tuple(reads.split(",")),
-        asks or None,
-        gamma=lambda values, draft: ask(library.gamma_of, values, draft),
-        draws=lambda values, draft: bool(ask(library.draws, values, draft)),
-        keeps=lambda values, draft: bool(ask(library.keeps, values, draft)),
-    )
+        return HeaderPolicy(compile_library(path, pathlib.Path(folder)))
 
 
 def compile_library(header: pathlib.Path, folder: pathlib.Path) -> ctypes.CDLL:

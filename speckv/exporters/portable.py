@@ -53,39 +53,28 @@ class PortableExporter(Exporter):
         """Write a portable policy to the folder `out`, which exists and is empty."""
 
 
-class RowByRow(Policy):
-    """Asks the code that a decoder runs, once for each sequence: a replay of it shows what the decoder will do.
+class BundlePolicy(Policy):
+    """A bundle as a policy, for what plays policies: a replay, or the live decoder.
 
-    Args:
-        label: how tables call it.
-        features: names of those that it reads.
-        asks: what it has to be asked inside the draft, as of `Bundle.asks`.
-        gamma, draws, keeps: the three decisions of one sequence, from its features by name and what is remembered of
-            the draft.
+    It asks the code that a decoder runs, once for each sequence: a replay of it shows what the decoder will do.
     """
 
     name = "portable"
 
-    def __init__(
-        self,
-        label: str,
-        features: tuple[str, ...],
-        asks: str | None,
-        gamma: Callable[[dict[str, float], Draft], int],
-        draws: Callable[[dict[str, float], Draft], bool],
-        keeps: Callable[[dict[str, float], Draft], bool],
-    ) -> None:
+    def __init__(self, bundle: Bundle) -> None:
         super().__init__()
-        self._label, self.features, self.asks = label, features, asks
-        self.gamma, self.draws, self.keeps = gamma, draws, keeps
+        self.bundle, self.features = bundle, bundle.program.features
 
     @property
     def label(self) -> str:
-        return self._label
+        return self.bundle.policy
+
+    def program(self) -> Program:
+        return self.bundle.program
 
     def overrides(self, method: str) -> bool:
         if method in {"draw_token", "keep_drafting"}:
-            return self.asks in {method, "both"}
+            return self.bundle.asks in {method, "both"}
         return super().overrides(method)
 
     def new_state(self, rows: int) -> State:
@@ -93,13 +82,15 @@ class RowByRow(Policy):
 
     def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
         state["survival"][:], state["goes_on"][:] = 1.0, True
-        return self._each(self.gamma, features, state)
+        return self._each(lambda values, draft: self.bundle.program.gamma.choose(values), features, state)
 
     def draw_token(self, features: Features, state: State) -> npt.ArrayLike:
-        return self._each(self.draws, features, state)
+        stop = self.bundle.program.stop
+        return self._each(lambda values, draft: stop is None or stop.draws(values, draft), features, state)
 
     def keep_drafting(self, features: Features, state: State) -> npt.ArrayLike:
-        return self._each(self.keeps, features, state)
+        stop = self.bundle.program.stop
+        return self._each(lambda values, draft: stop is None or stop.keeps(values, draft), features, state)
 
     def _each(
         self, decide: Callable[[dict[str, float], Draft], int], features: Features, state: State
@@ -113,22 +104,3 @@ class RowByRow(Policy):
         state["survival"] = np.array([draft.survival for draft in drafts])
         state["goes_on"] = np.array([draft.goes_on for draft in drafts], dtype=bool)
         return np.array(answers)
-
-
-class BundlePolicy(RowByRow):
-    """A bundle as a policy, for what plays policies: a replay, or the live decoder."""
-
-    def __init__(self, bundle: Bundle) -> None:
-        gamma, stop = bundle.program.gamma, bundle.program.stop
-        super().__init__(
-            bundle.policy,
-            bundle.program.features,
-            bundle.asks,
-            gamma=lambda values, draft: gamma.choose(values),
-            draws=lambda values, draft: stop is None or stop.draws(values, draft),
-            keeps=lambda values, draft: stop is None or stop.keeps(values, draft),
-        )
-        self.bundle = bundle
-
-    def program(self) -> Program:
-        return self.bundle.program

@@ -11,6 +11,7 @@ from speckv.errors import SpecKVError
 from speckv.features import check_features, signal_of
 from speckv.live.decoding import Decoding, Processor
 from speckv.live.drafting import Drafter, ModelDrafter
+from speckv.live.logging import StepSink
 from speckv.live.models import LanguageModel, chat_tokens, check_same_vocabulary
 from speckv.live.results import Decoded, KeptCache, Piece
 from speckv.live.sampling import Greedy, Sampler
@@ -75,7 +76,8 @@ class SpeculativeDecoder:
         merge_prefill: let a single text's first step take in the prompt, in the same forwards: one forward of each
             model fewer. The first step's seconds then hold the prompt's; a policy that learns online from seconds is
             refused. A batch takes in its prompts in front of the first step either way.
-        record_signals: keep all signals in the steps, whether the policy needs them or not.
+        record_signals: keep all signals in the steps, whether the policy needs them or not. Logs need them.
+        logs: where each step is written as it happens: `StepLogWriter`s, `SpeculationMetrics`.
 
     Raises:
         SpecKVError: the tokenizers differ, the policy is a bound that knows the future, or it reads a feature that
@@ -94,6 +96,7 @@ class SpeculativeDecoder:
         static_cache: bool = False,
         merge_prefill: bool = False,
         record_signals: bool = False,
+        logs: Sequence[StepSink] = (),
     ) -> None:
         self.drafter = ModelDrafter(draft) if isinstance(draft, LanguageModel) else draft
         check_decodable(policy, type(self.drafter), gamma_max, costs)
@@ -107,7 +110,7 @@ class SpeculativeDecoder:
         self.target, self.policy, self.gamma_max = target, policy, gamma_max
         self.sampler = sampler or Greedy()
         self.static_cache, self.merge_prefill = static_cache, merge_prefill
-        self.record_signals = record_signals
+        self.logs, self.record_signals = tuple(logs), record_signals or bool(logs)
         self.cost_ratio = costs.cost_ratio(target.compression) if costs and "cost_ratio" in policy.features else 0.0
 
     def generate(self, prompt: Prompt, max_new_tokens: int = 128, **options: Unpack[Options]) -> Decoded:

@@ -16,6 +16,7 @@ from speckv.errors import SpecKVError
 from speckv.features import FeatureTracker, When
 from speckv.live.caching import CachedModel
 from speckv.live.drafting import Drafting, PromptLookup
+from speckv.live.logging import StepRows, known_features, name_sequence
 from speckv.live.models import LanguageModel, to_device
 from speckv.live.results import Decoded, FinishReason, KeptCache, Piece, Signals, Step
 from speckv.live.signals import DRAWN_SIGNALS, drawn_signals, target_signals
@@ -61,6 +62,7 @@ class _Sequence:
         detokenizer: if the text has to be known while it grows.
         pieces: new text that was not fetched yet.
         seconds: duration of all steps, once the text has ended.
+        rows: makes the rows of its steps, if they are logged.
     """
 
     def __init__(self, tokens: list[int], processors: list[Processor], detokenizer: Detokenizer | None) -> None:
@@ -72,6 +74,7 @@ class _Sequence:
         self.pieces: list[Piece] = []
         self.finish_reason: FinishReason | None = None
         self.seconds = 0.0
+        self.rows: StepRows | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -176,9 +179,17 @@ class Decoding:
             detokenizer = Detokenizer(target.tokenizer, stop)
             self.sequences.append(_Sequence(tokens, processors, detokenizer if show or stop else None))
         self.going = list(self.sequences)
+        merged = decoder.merge_prefill and len(prompts) == 1
+        if decoder.logs:
+            features = known_features(decoder.drafter.signals | TARGET_SIGNALS.keys())
+            for sequence in self.sequences:
+                name, length = name_sequence(sequence.context), sequence.prompt_length
+                sequence.rows = StepRows(
+                    name, length, target.compression, features, policy.kind, prompt_in_first=merged
+                )
         self.keeps_cache = options.get("keep_cache", False)
         self.target, self.drafting = self._caches(options.get("cache"))
-        if not (decoder.merge_prefill and len(prompts) == 1):
+        if not merged:
             self.target.prefill([tokens[n:-1] for tokens, n in zip(prompts, self.target.lengths, strict=True)])
             self.drafting.prefill(prompts)
         self.tracker = FeatureTracker(
@@ -269,25 +280,26 @@ class Decoding:
             if self.decoder.record_signals:
                 signals = {name: values[row, : gammas[row]] for name, values in of_draft.items()}
                 signals |= {name: values[row : row + 1] for name, values in of_target.items()}
-            sequence.steps.append(
-                Step(
-                    position=positions[row],
-                    chosen=draft.chosen[row],
-                    propensity=draft.propensities[row],
-                    gamma=gammas[row],
-                    accepted=accepted[row],
-                    committed=committed[row],
-                    # Without lag there was no forward: the drafter is not a model, or nothing was asked of it.
-                    forwards=draft.forwards[row] if draft.lags[row] else 0,
-                    lag=draft.lags[row] if draft.forwards[row] else 0,
-                    batch_size=len(self.going),
-                    seconds=seconds,
-                    draft_seconds=clock.parts["draft"],
-                    verify_seconds=clock.parts["verify"],
-                    controller_seconds=clock.parts["controller"],
-                    signals=signals,
-                )
+            step = Step(
+                position=positions[row],
+                chosen=draft.chosen[row],
+                propensity=draft.propensities[row],
+                gamma=gammas[row],
+                accepted=accepted[row],
+                committed=committed[row],
+                # Without lag there was no forward: the drafter is not a model, or nothing was asked of it.
+                forwards=draft.forwards[row] if draft.lags[row] else 0,
+                lag=draft.lags[row] if draft.forwards[row] else 0,
+                batch_size=len(self.going),
+                seconds=seconds,
+                draft_seconds=clock.parts["draft"],
+                verify_seconds=clock.parts["verify"],
+                controller_seconds=clock.parts["controller"],
+                signals=signals,
             )
+            sequence.steps.append(step)
+            if sequence.rows:
+                sequence.rows.write(step, self.decoder.logs)
         self._drop_ended()
 
     def _draft(self, clock: _Clock) -> _Draft:

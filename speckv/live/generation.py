@@ -25,11 +25,13 @@ from speckv.errors import SpecKVError
 from speckv.features import FeatureTracker, When
 from speckv.live.decoder import SpeculativeDecoder, check_decodable
 from speckv.live.drafting import ModelDrafter
+from speckv.live.logging import StepRows, StepSink, known_features, name_sequence
 from speckv.live.models import LanguageModel
 from speckv.live.results import Decoded, Step
 from speckv.live.sampling import Greedy, Rejection
-from speckv.live.signals import drawn_signals, target_signals
+from speckv.live.signals import DRAWN_SIGNALS, drawn_signals, target_signals
 from speckv.policy import Outcome, Policy, as_integers, ask
+from speckv.traces import TARGET_SIGNALS
 
 _ONE = np.zeros(1, dtype=np.int64)
 
@@ -78,6 +80,7 @@ class Speculate:
         gamma_max: no step drafts more.
         costs: only needed by policies that read the feature `cost_ratio`.
         record_signals: keep all signals in the steps.
+        logs: where each step is written as it happens: `StepLogWriter`s, `SpeculationMetrics`.
 
     Attributes:
         decoded: the last text, with its steps. Threads that decode at the same time each need a `Speculate`.
@@ -94,9 +97,11 @@ class Speculate:
         gamma_max: int = 16,
         costs: CostModel | None = None,
         record_signals: bool = False,
+        logs: Sequence[StepSink] = (),
     ) -> None:
         self.draft, self.tokenizer, self.policy = draft, tokenizer, policy
         self.options: dict[str, Any] = {"gamma_max": gamma_max, "costs": costs, "record_signals": record_signals}
+        self.options["logs"] = logs
 
     @torch.no_grad()
     def __call__(
@@ -166,7 +171,12 @@ class Speculate:
 
 @contextlib.contextmanager
 def candidates(
-    model: Any, policy: Policy, *, gamma_max: int = 16, costs: CostModel | None = None
+    model: Any,
+    policy: Policy,
+    *,
+    gamma_max: int = 16,
+    costs: CostModel | None = None,
+    logs: Sequence[StepSink] = (),
 ) -> Iterator[list[list[Step]]]:
     """Let a policy decide how much transformers' assisted generation drafts, as long as the context lasts.
 
@@ -175,18 +185,24 @@ def candidates(
 
     Args:
         model: whose `generate` is called, in one thread at a time.
-        policy, gamma_max, costs: as of `Speculate`.
+        policy, gamma_max, costs, logs: as of `Speculate`.
 
     Yields:
-        The steps of each text that is decoded meanwhile. The seconds of the first hold the prompt's, and the target's
-        signals come from logits that the processors have changed. Of stopping criteria only stop strings end the text
-        where they end it for the model alone, and greedy text only; others are asked once a step.
+        The steps of each text that is decoded meanwhile. The seconds of the first hold the prompt's, so that they are
+        not logged and policies that learn online are refused; and the target's signals come from logits that the
+        processors have changed. Of stopping criteria only stop strings end the text where they end it for the model
+        alone, and greedy text only; others are asked once a step.
 
     Raises:
-        SpecKVError: the policy can't decode live; in `generate`, there is no assistant model, or text that ends at stop
-            strings is to be sampled.
+        SpecKVError: the policy can't decode live, or learns online; in `generate`, there is no assistant model, or text
+            that ends at stop strings is to be sampled.
     """
     check_decodable(policy, ModelDrafter, gamma_max, costs)
+    if policy.online:
+        raise SpecKVError(
+            f"policy {policy.name!r} learns from the seconds of its steps, which must not hold the prompt's, as those "
+            "of assisted generation do; use custom_generate=Speculate(…)"
+        )
     original, replaced = model._get_candidate_generator, vars(model).get("_get_candidate_generator")
     signature = inspect.signature(original)
     texts: list[list[Step]] = []
@@ -197,7 +213,7 @@ def candidates(
         if given.get("assistant_model") is None:
             raise SpecKVError("there is nothing to draft with; call generate with assistant_model=…")
         texts.append([])
-        return PolicyCandidates(model, policy, gamma_max, costs, texts[-1], given)
+        return PolicyCandidates(model, policy, gamma_max, costs, texts[-1], given, logs)
 
     model._get_candidate_generator = make
     try:
@@ -214,7 +230,7 @@ class PolicyCandidates(CandidateGenerator):  # type: ignore[misc]  # transformer
 
     Args:
         model: the target.
-        policy, gamma_max, costs: as of `Speculate`.
+        policy, gamma_max, costs, logs: as of `Speculate`.
         steps: grows by a step each time.
         given: what transformers makes candidate generators of, by name.
     """
@@ -227,6 +243,7 @@ class PolicyCandidates(CandidateGenerator):  # type: ignore[misc]  # transformer
         costs: CostModel | None,
         steps: list[Step],
         given: dict[str, Any],
+        logs: Sequence[StepSink] = (),
     ) -> None:
         config, prompt = given["generation_config"], given["input_ids"]
         # One that was drawn has to be verified, and transformers would not stop at it behind the target's own token.
@@ -249,6 +266,13 @@ class PolicyCandidates(CandidateGenerator):  # type: ignore[misc]  # transformer
             policy.features, np.array([self.prompt_length]), np.array([code]), np.array([ratio])
         )
         self.state = policy.new_state(1)
+        self.logs, self.rows = logs, None
+        if logs:
+            features = known_features(ModelDrafter.signals | TARGET_SIGNALS.keys())
+            context = prompt[0].tolist()
+            self.rows = StepRows(
+                name_sequence(context), len(context), target.compression, features, policy.kind, prompt_in_first=True
+            )
 
     @torch.no_grad()
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -312,7 +336,7 @@ class PolicyCandidates(CandidateGenerator):  # type: ignore[misc]  # transformer
         of_target = {name: value.cpu().numpy() for name, value in target_signals(scores[:, accepted]).items()}
         of_draft = {
             name: np.array([[signals[name] for signals in self._signals]], dtype=np.float32)
-            for name in self.tracker.draft_signals
+            for name in (DRAWN_SIGNALS if self.logs else self.tracker.draft_signals)
         }
         self.drafting.end([length + accepted])
         self.tracker.verified(np.array([gamma]), np.array([accepted]), of_draft, of_target)
@@ -321,20 +345,22 @@ class PolicyCandidates(CandidateGenerator):  # type: ignore[misc]  # transformer
             outcome = Outcome(np.array([gamma]), np.array([accepted]), np.array([seconds]))
             self.policy.observe(outcome, self.state)
         drafting = self._drafted - self._start
-        self.steps.append(
-            Step(
-                position=length - self.prompt_length,
-                chosen=self._chosen,
-                propensity=self._propensity,
-                gamma=gamma,
-                accepted=accepted,
-                committed=input_ids.shape[1] - length,
-                forwards=self._forwards,
-                lag=self._lag,
-                batch_size=1,
-                seconds=seconds,
-                draft_seconds=drafting,
-                verify_seconds=seconds - drafting,
-                controller_seconds=0.0,
-            )
+        step = Step(
+            position=length - self.prompt_length,
+            chosen=self._chosen,
+            propensity=self._propensity,
+            gamma=gamma,
+            accepted=accepted,
+            committed=input_ids.shape[1] - length,
+            forwards=self._forwards,
+            lag=self._lag,
+            batch_size=1,
+            seconds=seconds,
+            draft_seconds=drafting,
+            verify_seconds=seconds - drafting,
+            controller_seconds=0.0,
+            signals={name: values[0] for name, values in of_draft.items()} | of_target if self.logs else {},
         )
+        self.steps.append(step)
+        if self.rows:
+            self.rows.write(step, self.logs)

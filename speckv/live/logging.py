@@ -1,22 +1,113 @@
-"""Step logs of live decodes, for `speckv evaluate`."""
+"""Step logs of live decodes, for `speckv evaluate`: row by row as they happen, or of whole texts."""
 
-from collections.abc import Mapping
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from speckv.errors import SpecKVError
 from speckv.evaluation.recording import BEFORE, CHOSEN
-from speckv.features import FeatureTracker, FloatArray, signal_of
-from speckv.live.results import Decoded
-from speckv.steplogs import StepLog
+from speckv.features import FeatureTracker, signal_of
+from speckv.live.results import Decoded, Step
+from speckv.steplogs import StepLog, columns_of
 from speckv.traces import TARGET_SIGNALS
+
+_FEATURES = (*BEFORE, "batch_size")
+#: Draft signals that these features are made of.
+_REDUCED = frozenset(signal for name in _FEATURES if (signal := signal_of(name)))
+
+
+class StepSink(Protocol):
+    """Takes the steps of live decoders as they happen: a `StepLogWriter`, or `speckv.metrics.SpeculationMetrics`."""
+
+    def write(
+        self,
+        *,
+        sequence: str,
+        step: int,
+        gamma: int,
+        accepted: int,
+        seconds: float | None = None,
+        propensity: float | None = None,
+        compression: str = "",
+        task: str = "",
+        **signals: float,
+    ) -> None:
+        """Take in one step, see `StepLogWriter.write`."""
+
+
+class StepRows:
+    """Makes the rows of one sequence's steps: what was known before each, what was chosen, what came of it.
+
+    Args:
+        sequence: its name in the log.
+        prompt_length: tokens.
+        compression: of the target.
+        features: names of those that are logged; the steps hold the signals that they are made of.
+        kind: of the policy. What one chose that stops a draft is not logged: it chooses how much to draft there.
+        task: category of the text.
+        prompt_in_first: whether the seconds of the first step hold the prompt's; they are not logged then.
+    """
+
+    def __init__(
+        self,
+        sequence: str,
+        prompt_length: int,
+        compression: str,
+        features: Sequence[str],
+        kind: str,
+        task: str = "",
+        prompt_in_first: bool = False,
+    ) -> None:
+        self._constant = {"sequence": sequence, "compression": compression, "task": task}
+        self._features, self._chooses, self._number = features, kind == "before", 0
+        self._prompt_in_first = prompt_in_first
+        self._tracker = FeatureTracker(features, np.array([prompt_length]), np.zeros(1, dtype=np.int64), np.zeros(1))
+
+    def row(self, step: Step) -> dict[str, Any]:
+        """The row of the next step, by the names of `StepLogWriter.write`."""
+        self._tracker.batch_size = step.batch_size
+        now = self._tracker.before(1)
+        row: dict[str, Any] = {"step": self._number, "gamma": step.gamma, "accepted": step.accepted, **self._constant}
+        row["seconds"] = None if self._prompt_in_first and not self._number else step.seconds
+        for name in self._features:
+            row[name] = now[name].item()
+        if self._chooses:
+            row["propensity"], row[CHOSEN] = step.propensity, float(step.chosen)
+        of_draft = {name: values[None] for name, values in step.signals.items() if name in _REDUCED}
+        of_target = {name: values for name, values in step.signals.items() if name in TARGET_SIGNALS}
+        self._tracker.verified(np.array([step.gamma]), np.array([step.accepted]), of_draft, of_target)
+        self._number += 1
+        return row
+
+    def write(self, step: Step, logs: Sequence[StepSink]) -> None:
+        """Write the row of the next step to each of the logs."""
+        row = self.row(step)
+        for log in logs:
+            log.write(**row)
+
+
+def known_features(signals: frozenset[str]) -> list[str]:
+    """The features before a step that can be logged of a decoder whose steps hold these signals."""
+    return [
+        name
+        for name in _FEATURES
+        if (signal_of(name) or (name if name in TARGET_SIGNALS else None)) in {None, *signals}
+    ]
+
+
+def name_sequence(prompt: Sequence[int]) -> str:
+    """A name for the text behind a prompt (token ids): the same beginning for the same prompt, and never twice."""
+    return f"{hashlib.sha256(repr(list(prompt)).encode()).hexdigest()[:12]} {secrets.token_hex(4)}"
 
 
 def log_steps(texts: Mapping[str, tuple[int, Decoded]], compression: str, task: str = "") -> StepLog:
-    """The steps of decoded texts: what was known before each, what was chosen with which chance, what came of it.
+    """The steps of decoded texts, as a decoder that was given a `StepLogWriter` would have logged them.
 
-    Features that are made of signals are logged if the decoder recorded these (`record_signals=True`). What was chosen
-    is logged if every policy decided before the step alone: one that stops a draft chooses how much to draft there.
+    Features that are made of signals are logged if the decoder recorded these (`record_signals=True`). What was chosen,
+    and with which chance, is logged if every policy decided before the step alone.
 
     Args:
         texts: identifier -> tokens of the prompt, and what came of it.
@@ -28,50 +119,19 @@ def log_steps(texts: Mapping[str, tuple[int, Decoded]], compression: str, task: 
     """
     if not texts:
         raise SpecKVError("there is no text to log; decode one first")
-    rows = [(name, number, step) for name, (_, text) in texts.items() for number, step in enumerate(text.steps)]
-    steps = [step for _, _, step in rows]
-    names = _features(texts)
-    before = [_known(text, prompt_length, names) for prompt_length, text in texts.values()]
-    signals = {name: np.concatenate([known[name] for known in before]) for name in names}
-    propensity = None
-    if all(text.kind == "before" for _, text in texts.values()):
-        signals[CHOSEN] = np.array([float(step.chosen) for step in steps])
-        propensity = np.array([step.propensity for step in steps])
-    return StepLog(
-        sequence=np.array([name for name, _, _ in rows]),
-        step=np.array([number for _, number, _ in rows]),
-        gamma=np.array([step.gamma for step in steps]),
-        accepted=np.array([step.accepted for step in steps]),
-        seconds=np.array([step.seconds for step in steps]),
-        propensity=propensity,
-        compression=np.full(len(steps), compression),
-        task=np.full(len(steps), task),
-        signals=signals,
-        provenance={"source": "speckv, live decoder"},
-    )
+    features = known_features(_recorded(texts))
+    kind = "before" if all(text.kind == "before" for _, text in texts.values()) else "both"
+    rows = []
+    for name, (prompt_length, text) in texts.items():
+        of_text = StepRows(name, prompt_length, compression, features, kind, task)
+        rows += [of_text.row(step) for step in text.steps]
+    return StepLog.from_columns(columns_of(rows), {"source": "speckv, live decoder"})
 
 
-def _features(texts: Mapping[str, tuple[int, Decoded]]) -> list[str]:
-    """The features that every step's recorded signals are enough for."""
+def _recorded(texts: Mapping[str, tuple[int, Decoded]]) -> frozenset[str]:
+    """The signals that every step holds; of drafted tokens, every step that drafted."""
     steps = [step for _, text in texts.values() for step in text.steps]
     of_draft = [set(step.signals) for step in steps if step.gamma]
-    given = set.intersection(*of_draft, *[set(step.signals) | set().union(*of_draft) for step in steps])
-    wanted = [*BEFORE, "batch_size"]
-    return [
-        name for name in wanted if (signal_of(name) or (name if name in TARGET_SIGNALS else None)) in {None, *given}
-    ]
-
-
-def _known(text: Decoded, prompt_length: int, names: list[str]) -> dict[str, FloatArray]:
-    """Features before each step of a text, (steps,) each."""
-    tracker = FeatureTracker(names, np.array([prompt_length]), np.zeros(1, dtype=np.int64), np.zeros(1))
-    known: dict[str, list[float]] = {name: [] for name in names}
-    for step in text.steps:
-        tracker.batch_size = step.batch_size
-        now = tracker.before(1)
-        for name in names:
-            known[name].append(float(now[name][0]))
-        of_draft = {name: values[None] for name, values in step.signals.items() if name not in TARGET_SIGNALS}
-        of_target = {name: values for name, values in step.signals.items() if name in TARGET_SIGNALS}
-        tracker.verified(np.array([step.gamma]), np.array([step.accepted]), of_draft, of_target)
-    return {name: np.array(values) for name, values in known.items()}
+    return frozenset.intersection(
+        *map(frozenset, of_draft), *[frozenset(set(step.signals).union(*of_draft)) for step in steps]
+    )

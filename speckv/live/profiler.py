@@ -4,6 +4,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from speckv.features import Features
 from speckv.live.caching import CachedModel
 from speckv.live.decoder import SpeculativeDecoder
 from speckv.live.models import ModelPair, chat_tokens
-from speckv.live.results import Step
+from speckv.live.results import Decoded, Step
 from speckv.machine import machine
 from speckv.policy import Policy, State
 from speckv.prompts import Prompt
@@ -36,8 +37,10 @@ class _Fixed(Policy):
         return self.gamma
 
 
-#: A forward to be timed: ("draft" or "verify", its tokens, tokens in the cache).
-_Forward = tuple[str, int, int]
+#: A forward to be timed: ("draft" or "verify", its tokens, tokens in the cache, sequences that share it).
+_Forward = tuple[str, int, int, int]
+#: Steps of decodes, each with the tokens in front of it.
+_Steps = list[tuple[int, Step]]
 
 
 def profile(
@@ -47,7 +50,9 @@ def profile(
     *,
     name: str,
     gamma_max: int = 16,
+    verify_tokens: Sequence[int] | None = None,
     contexts: Sequence[int] = (128, 384),
+    batch_sizes: Sequence[int] = (1,),
     repeats: int = 9,
     max_new_tokens: int = 32,
     seed: int = 0,
@@ -57,8 +62,9 @@ def profile(
     """Measure a cost model on this machine.
 
     Timed are forwards of the draft over 1, 2, 4, 8, … tokens and forwards of the target over every number of
-    tokens up to gamma_max + 1, in shuffled order, so that a drift of the machine's speed does not look like a
-    staircase. Then real prompts are decoded at fixed gammas, and each step is predicted from the tables.
+    tokens up to gamma_max + 1, each over every batch size, in shuffled order, so that a drift of the machine's speed
+    does not look like a staircase. Then real prompts are decoded at fixed gammas, in batches of every size, and each
+    step is predicted from the tables.
 
     Args:
         load: gives the pair with the target at a compression. One pair is in memory at a time.
@@ -66,7 +72,9 @@ def profile(
         prompts: decoded for the held-out steps.
         name: of the cost model.
         gamma_max: tokens drafted at most.
-        contexts: tokens in the cache, increasing.
+        verify_tokens: tokens of the target's forwards, increasing from 1, if not every number is to be timed.
+        contexts: tokens in the cache, increasing; in a batch those of its longest sequence.
+        batch_sizes: sequences that share a forward, increasing.
         repeats: timed forwards of each kind; the table holds their medians and interquartile ranges.
         max_new_tokens: of each held-out decode.
         seed: of the order of the measurements.
@@ -74,24 +82,36 @@ def profile(
         progress: called with a compression, the measurements and decodes done there, and how many there are.
 
     Raises:
-        SpecKVError: contexts do not increase from 1 or more, there is no compression or no prompt, or a model
-            cannot be loaded.
+        SpecKVError: contexts, batch sizes or tokens do not increase from 1 or more, there is no compression or no
+            prompt, or a model cannot be loaded.
     """
     if not compressions or len(prompts) < 2:
         raise SpecKVError("a profile needs a compression, and two prompts: one for the overhead, one to be held out")
-    if not contexts or contexts[0] < 1 or list(contexts) != sorted(set(contexts)):
-        raise SpecKVError(f"contexts must increase from 1 or more, and are {', '.join(map(str, contexts))}")
-    draft_counts = [2**power for power in range((gamma_max + 1).bit_length())]
-    verify_counts = list(range(1, gamma_max + 2))
-    forwards: list[_Forward] = [("draft", n, context) for n in draft_counts for context in contexts]
-    forwards += [("verify", n, context) for n in verify_counts for context in contexts]
+    counts = {
+        "draft": [2**power for power in range((gamma_max + 1).bit_length())],
+        "verify": list(verify_tokens or range(1, gamma_max + 2)),
+    }
+    for what, values in (("contexts", contexts), ("batch sizes", batch_sizes), ("tokens", counts["verify"])):
+        if not values or values[0] < 1 or list(values) != sorted(set(values)):
+            raise SpecKVError(f"{what} must increase from 1 or more, and are {', '.join(map(str, values))}")
+    if counts["verify"][0] != 1:
+        raise SpecKVError(f"tokens must start with 1, and are {', '.join(map(str, counts['verify']))}")
+    forwards: list[_Forward] = [
+        (which, n, context, size)
+        for which, numbers in counts.items()
+        for n in numbers
+        for context in contexts
+        for size in batch_sizes
+    ]
     gammas = [gamma for gamma in HELD_OUT_GAMMAS if gamma <= gamma_max]
-    total = len(forwards) * repeats + len(prompts) * len(gammas)
+    texts = {size: _texts(prompts, size) for size in batch_sizes}
+    total = len(forwards) * repeats + len(gammas) * sum(map(len, texts.values()))
     rng = np.random.default_rng(seed)
 
     draft_seconds: dict[_Forward, list[float]] = {}
-    verify: dict[str, Timings] = {}
-    decodes: dict[str, list[tuple[int, list[Step]]]] = {}
+    verify: dict[tuple[str, int], Timings] = {}
+    first: dict[int, _Steps] = {size: [] for size in batch_sizes}
+    others: dict[tuple[str, int], _Steps] = {}
     for compression in compressions:
         pair = load(compression)
         done = 0
@@ -101,35 +121,57 @@ def profile(
         for forward, seconds in _time_forwards(pair, forwards, order, rng):
             (draft_seconds if forward[0] == "draft" else verify_seconds).setdefault(forward, []).append(seconds)
             progress(compression, done := done + 1, total)
-        verify[compression] = _timings(verify_seconds, "verify", verify_counts, contexts)
-        decodes[compression] = []
-        for prompt in prompts:
-            tokens = chat_tokens(pair.target.tokenizer, prompt.text)
-            for gamma in gammas:
-                decoded = SpeculativeDecoder(*pair, _Fixed(gamma), gamma_max=gamma_max).generate(tokens, max_new_tokens)
-                decodes[compression].append((len(tokens), decoded.steps))
-                progress(compression, done := done + 1, total)
+        for size in batch_sizes:
+            verify[compression, size] = _timings(verify_seconds, "verify", counts["verify"], contexts, size)
+            others[compression, size] = []
+            for number, batch in enumerate(texts[size]):
+                tokens = [chat_tokens(pair.target.tokenizer, prompt.text) for prompt in batch]
+                for gamma in gammas:
+                    decoder = SpeculativeDecoder(*pair, _Fixed(gamma), gamma_max=gamma_max)
+                    steps = _shared_steps(tokens, decoder.generate_batch(tokens, max_new_tokens))
+                    (others[compression, size] if number else first[size]).extend(steps)
+                    progress(compression, done := done + 1, total)
         # The next pair is loaded into the memory of this one.
         del pair
         gc.collect()
 
-    draft = _timings(draft_seconds, "draft", draft_counts, contexts)
-    # The first prompt's steps give the overhead, the others' are held out.
-    steps = [step for runs in decodes.values() for _, steps in runs[: len(gammas)] for step in steps]
-    overhead = statistics.median(
-        step.seconds - step.draft_seconds - step.verify_seconds - step.controller_seconds for step in steps
-    )
-    settings = {"repeats": repeats, "seed": seed, "held_out_gammas": gammas, "max_new_tokens": max_new_tokens}
-    costs = CostModel(name, draft, verify, max(overhead, 0.0))
+    models: list[CostModel] = []
+    for size in batch_sizes:
+        # The first prompt's steps give the overhead, the others' are held out.
+        overhead = statistics.median(
+            step.seconds - step.draft_seconds - step.verify_seconds - step.controller_seconds for _, step in first[size]
+        )
+        draft = _timings(draft_seconds, "draft", counts["draft"], contexts, size)
+        of_size = {compression: verify[compression, size] for compression in compressions}
+        models.append(CostModel(name, draft, of_size, max(overhead, 0.0), batch_size=size))
     held_out = {
-        compression: _held_out(costs, compression, runs[len(gammas) :]) for compression, runs in decodes.items()
+        model.batch_size: {name: _held_out(model, name, others[name, model.batch_size]) for name in compressions}
+        for model in models
     }
-    costs.provenance.update(
-        {"source": "measured by speckv profile", "machine": machine()}
-        | (provenance or {})
-        | {"settings": settings, "held_out": held_out}
-    )
-    return costs
+    settings = {"repeats": repeats, "seed": seed, "held_out_gammas": gammas, "max_new_tokens": max_new_tokens}
+    whole = {"source": "measured by speckv profile", "machine": machine()} | (provenance or {})
+    whole |= {"settings": settings, "held_out": held_out.pop(batch_sizes[0])}
+    if held_out:
+        whole["held_out_batches"] = {str(size): check for size, check in held_out.items()}
+    return replace(models[0], provenance=whole, batches={model.batch_size: model for model in models[1:]})
+
+
+def _texts(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
+    """Batches to decode: one of the first prompt alone, then all others in turn."""
+    first, *others = prompts
+    rounds = range(0, max(len(others), size), size)
+    return [[first] * size, *([others[(start + n) % len(others)] for n in range(size)] for start in rounds)]
+
+
+def _shared_steps(prompts: Sequence[Sequence[int]], texts: Sequence[Decoded]) -> _Steps:
+    """The steps of a batch while all of its sequences were going. They share each forward, so that what is most among
+    them decides how long it takes."""
+    shared: _Steps = []
+    for steps in zip(*(text.steps for text in texts), strict=False):
+        context = max(len(tokens) + step.position for tokens, step in zip(prompts, steps, strict=True))
+        gamma, lag, forwards = (max(getattr(step, name) for step in steps) for name in ("gamma", "lag", "forwards"))
+        shared.append((context, replace(steps[0], gamma=gamma, lag=lag, forwards=forwards)))
+    return shared
 
 
 def _time_forwards(
@@ -137,49 +179,57 @@ def _time_forwards(
 ) -> Iterator[tuple[_Forward, float]]:
     """Run the forwards in `order`, each behind a cache of its context length, and yield what each took.
 
-    Choosing the tokens belongs to a forward, as in the live decoder. What the tokens are makes no difference to
-    the time, so they are random.
+    Choosing the tokens belongs to a forward, as in the live decoder, and so does taking back those of a batch: its
+    sequences have different lengths and accept different numbers. What the tokens are makes no difference to the time,
+    so they are random.
     """
     models = {"draft": pair.draft, "verify": pair.target}
-    most = max(n + context for _, n, context in forwards)
-    tokens = torch.from_numpy(rng.integers(pair.target.vocabulary_size, size=(1, most)))
-    caches: dict[tuple[str, int], CachedModel] = {}
-    for which, _, context in forwards:
-        if (which, context) not in caches:
-            caches[which, context] = CachedModel(models[which])
-            caches[which, context].prefill(tokens[:, :context].tolist())
+    most = max(n + context for _, n, context, _ in forwards)
+    widest = max(size for *_, size in forwards)
+    tokens = torch.from_numpy(rng.integers(pair.target.vocabulary_size, size=(widest, most)))
+    caches: dict[tuple[str, int, int], CachedModel] = {}
+    for which, _, context, size in forwards:
+        if (which, context, size) not in caches:
+            CachedModel(models[which], size)  # refuses a model whose cache can't hold so many
+            # One text for all sequences: it is computed once, and cut to different lengths.
+            cached = caches[which, context, size] = CachedModel(models[which])
+            cached.prefill(tokens[:1, :context].tolist())
+            cached.select([0] * size)
+            cached.roll_back([max(context - row, 1) for row in range(size)])
 
-    def seconds_of(which: str, n: int, context: int) -> float:
-        cached = caches[which, context]
-        new = tokens[:, context : context + n].to(cached.device)
+    def seconds_of(which: str, n: int, context: int, size: int) -> float:
+        cached = caches[which, context, size]
+        before = list(cached.lengths)
+        new = tokens[:size, context : context + n].to(cached.device)
         start = time.perf_counter()
         logits = cached.next_logits(new) if which == "draft" else cached.forward(new)
         logits.argmax(-1).tolist()
+        if which == "verify":
+            cached.roll_back([length + 1 + row % n for row, length in enumerate(before)])
         seconds = time.perf_counter() - start
-        cached.roll_back([context])
+        cached.roll_back(before)
         return seconds
 
-    for which, n in dict.fromkeys((which, n) for which, n, _ in forwards):
-        seconds_of(which, n, forwards[0][2])  # the first forward of a shape sets up its kernels
+    for which, n, size in dict.fromkeys((which, n, size) for which, n, _, size in forwards):
+        seconds_of(which, n, forwards[0][2], size)  # the first forward of a shape sets up its kernels
     for forward in order:
         yield forward, seconds_of(*forward)
 
 
 def _timings(
-    samples: dict[_Forward, list[float]], which: str, counts: Sequence[int], contexts: Sequence[int]
+    samples: dict[_Forward, list[float]], which: str, counts: Sequence[int], contexts: Sequence[int], size: int
 ) -> Timings:
-    """Medians and interquartile ranges of the samples, as a table of tokens by contexts."""
+    """Medians and interquartile ranges of the samples of a batch size, as a table of tokens by contexts."""
     quartiles = np.array(
-        [[np.quantile(samples[which, n, context], (0.25, 0.5, 0.75)) for context in contexts] for n in counts]
+        [[np.quantile(samples[which, n, context, size], (0.25, 0.5, 0.75)) for context in contexts] for n in counts]
     )
     low, median, high = np.moveaxis(quartiles, -1, 0)
     return Timings(np.array(counts), np.array(contexts), seconds=median, spread=high - low)
 
 
-def _held_out(costs: CostModel, compression: str, runs: Sequence[tuple[int, list[Step]]]) -> dict[str, Any]:
+def _held_out(costs: CostModel, compression: str, played: _Steps) -> dict[str, Any]:
     """How well the tables predict the steps of live decodes, the policy's own time left out on both sides."""
-    steps = [step for _, steps in runs for step in steps]
-    contexts = np.array([length + step.position for length, steps in runs for step in steps])
+    contexts, steps = np.array([context for context, _ in played]), [step for _, step in played]
     lags, forwards, gammas = (np.array([getattr(s, name) for s in steps]) for name in ("lag", "forwards", "gamma"))
     tables = StepCosts(costs, np.array([compression]), int(max(lags.max(), gammas.max() + 1)), int(contexts.max()))
     predicted = tables.seconds(np.zeros(len(steps), dtype=np.int64), contexts, lags, forwards, gammas)

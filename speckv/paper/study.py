@@ -13,11 +13,11 @@ import numpy as np
 
 from speckv.comparison import BASELINE, REQUIRED, Cell, compare
 from speckv.costs import CostModel
+from speckv.evaluation.recording import join, names_of, to_steps
 from speckv.features import FloatArray, IntArray
 from speckv.paper import protocol
 from speckv.paper.data import GAMMAS, Steps
 from speckv.plugins import make_policy
-from speckv.replaying import Replay, replay
 from speckv.traces import Rollouts
 
 _BITS = 1 / np.log(2)
@@ -40,33 +40,34 @@ class Grid:
 
 
 def profile(traces: Rollouts, costs: Sequence[CostModel]) -> Grid:
-    """Play each gamma of the paper throughout, on every sequence."""
-    runs = {
-        (gamma, model.name): replay(make_policy(f"fixed:gamma={gamma}"), traces, model)
-        for gamma in GAMMAS
+    """The step log of each gamma of the paper played throughout, on every sequence, by replay."""
+    logs = {
+        model.name: join(
+            {
+                str(gamma): to_steps(make_policy(f"fixed:gamma={gamma}"), traces, model, features=("position",))
+                for gamma in GAMMAS
+            }
+        )
         for model in costs
     }
-    played = [runs[gamma, costs[0].name] for gamma in GAMMAS]
-    sequence, position, drafted, accepted = (
-        np.concatenate([getattr(run, name) for run in played]) for name in ("sequence", "position", "gamma", "accepted")
-    )
-    drafting = drafted > 0  # the budget may have left room for the target's own token alone
-    gamma = np.repeat(GAMMAS, [len(run.gamma) for run in played])
-    run_of_step = np.searchsorted(GAMMAS, gamma) * len(traces) + sequence
+    log = logs[costs[0].name]
+    runs = [f"{name}, {gamma}" for gamma in GAMMAS for name in names_of(traces)]
+    run_of = {name: index for index, name in enumerate(runs)}
+    run = np.array([run_of[name] for name in log.sequence.tolist()])
+    sequence, position = run % len(traces), log.signals["position"].astype(np.int64)
+    drafting = log.gamma > 0  # the budget may have left room for the target's own token alone
     steps = Steps(
         compression=traces.compressions[sequence],
         task=traces.tasks[sequence],
         prompt=traces.ids[sequence],
-        gamma=gamma,
-        drafted=drafted,
-        accepted=accepted,
-        run=run_of_step,
-        number=np.arange(len(gamma)) - np.searchsorted(run_of_step, run_of_step),
-        signals=np.concatenate([_block_signals(traces, run) for run in played]),
+        gamma=np.array(GAMMAS)[run // len(traces)],
+        drafted=log.gamma,
+        accepted=log.accepted,
+        run=run,
+        number=log.step,
+        signals=_block_signals(traces, sequence, position, log.gamma),
     )
-    seconds = {
-        model.name: np.concatenate([runs[gamma, model.name].seconds for gamma in GAMMAS])[drafting] for model in costs
-    }
+    seconds = {name: np.asarray(of.seconds)[drafting] for name, of in logs.items()}
     return Grid(_take(steps, drafting), sequence[drafting], position[drafting], seconds)
 
 
@@ -74,17 +75,17 @@ def _take(steps: Steps, mask: Any) -> Steps:
     return Steps(**{name: values[mask] for name, values in vars(steps).items()})
 
 
-def _block_signals(traces: Rollouts, run: Replay) -> FloatArray:
+def _block_signals(traces: Rollouts, sequence: IntArray, position: IntArray, drafted: IntArray) -> FloatArray:
     """(steps, 4) what the paper logs of each drafted block, entropies in bits."""
     index = np.arange(max(GAMMAS))
-    inside = index < run.gamma[:, None]
+    inside = index < drafted[:, None]
     entropy, confidence = (
         traces.drafted_signal(
-            name, run.sequence[:, None], run.position[:, None], np.minimum(index, np.maximum(run.gamma[:, None] - 1, 0))
+            name, sequence[:, None], position[:, None], np.minimum(index, np.maximum(drafted[:, None] - 1, 0))
         ).astype(float)
         for name in ("draft_entropy", "draft_top1")
     )
-    count = np.maximum(run.gamma, 1)
+    count = np.maximum(drafted, 1)
     return np.column_stack(
         [
             (entropy * inside).sum(axis=1) / count * _BITS,

@@ -41,7 +41,7 @@ class Evidence:
         """Check that recording and costs are those of the result, and choose the policies.
 
         Args:
-            costs: among others, all that the result names.
+            costs: among others, all that the result names; one that it names at a batch size, with its batches.
             specs: `NAME` or `NAME:PARAMETER=VALUE,…` of the policies to replay beside the best fixed gamma and the
                 bounds. By default the fastest ones and gamma = 4.
 
@@ -53,7 +53,8 @@ class Evidence:
             raise SpecKVError(
                 f"{dataset.path}: the result was made from another recording, of {settings['traces']}; name that one"
             )
-        by_name = {model.name: model for model in costs}
+        sizes = settings.get("batch_sizes", [1])
+        by_name = {at.name: at for model in costs for at in _at_batches(model, sizes)}
         if missing := [name for name in settings["costs"] if name not in by_name]:
             raise SpecKVError(
                 f"the result was made under costs {missing[0]!r}, which are not among {', '.join(by_name)}; name their "
@@ -82,6 +83,12 @@ class Evidence:
         """The policies on the prompts of the comparison's first fold."""
         settings = self.comparison.settings
         return play(self.policies, self.rollouts, self.costs, settings["folds"], settings["seed"], settings["hold_out"])
+
+
+def _at_batches(model: CostModel, sizes: Sequence[int]) -> list[CostModel]:
+    """The model at those of the batch sizes that it knows."""
+    known = model.batch_sizes
+    return [model.at_batch(size) for size in {known[0], *sizes} if known[0] <= size <= known[-1]]
 
 
 def _fastest(comparison: Comparison) -> list[Policy]:

@@ -183,10 +183,7 @@
     cell.gamma_share.forEach((part, gamma) => picture.append(
       svg("rect", { x: gamma * 5, y: 18, width: 4, height: 1, class: "empty" }),
       svg("rect", { x: gamma * 5, y: 19 - 18 * part, width: 4, height: 18 * part, class: "bar" })));
-    const both = element("span", {}, picture);
-    both.style.cssText = "display:inline-flex;gap:.5rem;align-items:center";
-    both.append(meanGamma(cell).toFixed(1));
-    return element("td", {}, both);
+    return element("td", {}, element("span", { class: "beside" }, picture, meanGamma(cell).toFixed(1)));
   }
 
   function drawLeaderboard() {
@@ -208,8 +205,20 @@
     const { settings } = data;
     byId("leaderboard-note").textContent = `${table.length} policies at ${storedName()} under the costs of ${machine.value}; `
       + `${settings.prompts} prompts, ${settings.tokens} tokens, ${settings.hold_out === "task" ? "each task held out once" : `each prompt held out once in ${settings.folds} folds`}. `
-      + "Choose a column’s name to sort by it.";
-    byId("leaderboard-hint").hidden = shown.parentNode.scrollWidth <= shown.parentNode.clientWidth;
+      + `Choose a column’s name to sort by it.${batchNote()}`;
+    hintAtMore("leaderboard");
+  }
+
+  function hintAtMore(section) {
+    const scroller = byId(`${section}-table`).parentNode;
+    byId(`${section}-hint`).hidden = scroller.scrollWidth <= scroller.clientWidth;
+  }
+
+  /** What the numbers mean where several sequences share every step. */
+  function batchNote() {
+    const size = data.costs.find((costs) => costs.name === machine.value).batch_size;
+    return size === 1 ? "" : ` Steps are those of ${size} sequences together, and tok/s those of one of them; all are taken to play alike. That is exact`
+      + " for one gamma for all; of a policy that decides for each sequence it is an upper bound, as a step lasts as long as its longest draft.";
   }
 
   function headCell(column) {
@@ -306,6 +315,50 @@
     return picture;
   }
 
+  // ---- from one machine to another ---------------------------------------------------------------------------------
+
+  function drawMachines() {
+    const here = machine.value, changes = data.changes[here];
+    for (const id of ["machines", "machines-link"]) byId(id).hidden = !changes;
+    if (!changes) return;
+    const others = data.costs.map((costs) => costs.name).filter((name) => name !== here);
+    const ranked = new Map([here, ...others].map((name) => [name, cellsOf(name, compression.value)
+      .filter((cell) => !bounds.has(cell.policy)).sort((a, b) => b.throughput - a.throughput)]));
+    const place = (name, policy) => ranked.get(name).findIndex((cell) => cell.policy === policy);
+    const policies = ranked.get(here).map((cell) => cell.policy);
+    byId("machines-note").textContent = `The same recording under other costs, ranked at ${storedName()}; in the order of ${here}, where ${policies[0]} is fastest.`;
+    byId("machines-changes").replaceChildren(...others.map((name) => {
+      const kept = policies.filter((policy) => changes[name][policy] === 0).length, first = ranked.get(name)[0].policy;
+      return element("li", {}, `${name}: ${first} is fastest${first === policies[0] ? ", too" : `, and ${policies[0]} in place ${place(name, policies[0]) + 1}`}; `
+        + `${kept} of ${policies.length} policies draft the same there, the other ${policies.length - kept} do not.`);
+    }));
+    const columns = (name) => ["Place", "Tok/s", "Mean gamma", ...(name === here ? [] : ["Other gammas"])];
+    const shown = [here, ...others];
+    const groups = element("tr", {}, element("td"), shown.map((name) => element("th", { scope: "colgroup", colspan: columns(name).length }, name)));
+    const head = element("tr", {}, element("th", { scope: "col" }, "Policy"), shown.flatMap((name) => columns(name).map((title, n) =>
+      element("th", { scope: "col", class: n ? null : "first" }, title))));
+    const body = policies.map((policy, at) => element("tr", { class: policy === data.against ? "baseline" : null },
+      element("th", { scope: "row", title: data.policies[policy] ?? null }, policy), shown.flatMap((name) => {
+        const to = place(name, policy), cell = ranked.get(name)[to];
+        const figures = [placeCell(to, at - to), element("td", {}, rate(cell.throughput)), element("td", {}, meanGamma(cell).toFixed(1))];
+        return name === here ? figures : [...figures, changeCell(changes[name][policy])];
+      })));
+    byId("machines-table").replaceChildren(element("thead", {}, groups, head), element("tbody", {}, body));
+    hintAtMore("machines");
+  }
+
+  function placeCell(place, won) {
+    const moved = won ? `${won > 0 ? "▲" : "▼"} ${Math.abs(won)}` : "";
+    return element("td", { class: "first" }, String(place + 1), element("span", { class: `move ${won > 0 ? "up" : "down"}` }, moved));
+  }
+
+  function changeCell(part) {
+    if (part === 0) return element("td", { class: "same" }, "same");
+    const picture = svg("svg", { width: 60, height: 10, "aria-hidden": "true" }, svg("rect", { x: 0, y: 0, width: 60, height: 10, class: "empty" }),
+      svg("rect", { x: 0, y: 0, width: Math.max(1, 60 * part), height: 10, class: "changed" }));
+    return element("td", {}, element("span", { class: "beside" }, picture, part < .001 ? "< 0.1 %" : percent(part)));
+  }
+
   // ---- charts with two axes --------------------------------------------------------------------------------------
 
   function frame(width, height, xs, ys, labels, aria) {
@@ -331,7 +384,8 @@
 
   function drawCosts() {
     const charts = byId("costs-charts");
-    const frames = data.costs.map((costs) => element("figure", {}, element("figcaption", {}, costs.name)));
+    const frames = data.costs.map((costs) => element("figure", {}, element("figcaption", {}, costs.name,
+      costs.batch_size > 1 ? element("small", {}, ` (tokens of each of ${costs.batch_size} sequences, milliseconds of all together)`) : "")));
     charts.replaceChildren(...frames);
     data.costs.forEach((costs, n) => frames[n].append(costsChart(costs, frames[n].clientWidth), element("p", { class: "fine" }, `Source: ${costs.source}.`)));
   }
@@ -587,6 +641,7 @@
     drawLeaderboard();
     drawTasks();
     drawGammas();
+    drawMachines();
     drawCosts();
     drawCalibration();
     drawExplorer();

@@ -1,5 +1,6 @@
 """The page: all data as one JSON value, inlined with its script and style, and nothing to be loaded from anywhere."""
 
+import itertools
 import json
 import pathlib
 import string
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import speckv
-from speckv.comparison import Cell, TaskCell
+from speckv.comparison import Cell, Change, TaskCell
 from speckv.costs import CostModel, Timings
 from speckv.files import write_atomically
 from speckv.policy import Clairvoyant
@@ -66,6 +67,7 @@ def page_data(evidence: Evidence) -> dict[str, Any]:
         "costs": [_costs(model, evidence.comparison.compressions) for model in evidence.costs],
         "cells": _cells(evidence.comparison.cells),
         "tasks": _task_cells(evidence.comparison.by_task),
+        "changes": _changes(evidence.comparison.changes),
         "calibration": _calibration(evidence),
         "explorer": _explorer(evidence),
     }
@@ -95,6 +97,16 @@ def _task_cells(cells: list[TaskCell]) -> dict[str, Any]:
     return found
 
 
+def _changes(changes: list[Change]) -> dict[str, Any]:
+    """Costs -> other costs, either way round -> policy -> share of the steps that draft another number of tokens."""
+    found: dict[str, Any] = {}
+    for change in changes:
+        share = change.share and max(_short(change.share, 4), 1e-4)  # 0 means none at all
+        for one, other in itertools.permutations((change.costs, change.other_costs)):
+            found.setdefault(one, {}).setdefault(other, {})[change.policy] = share
+    return found
+
+
 def _plain(value: Any) -> Any:
     """A value of a cell for JSON, numbers no longer than anybody reads them."""
     if isinstance(value, float):
@@ -106,6 +118,7 @@ def _costs(model: CostModel, compressions: list[str]) -> dict[str, Any]:
     return {
         "name": model.name,
         "source": str(model.provenance.get("source", "unknown")),
+        "batch_size": model.batch_size,
         "draft": _staircase(model.draft),
         "verify": {compression: _staircase(model.verify_of(compression)) for compression in compressions},
     }

@@ -1,0 +1,53 @@
+"""Engines of vLLM in this process, of which it can hold one at a time, and what they write and count."""
+
+import contextlib
+import gc
+from collections import Counter
+from collections.abc import Iterator
+
+from pair import MOST, Pair
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+TOKENS = 40
+COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+
+
+@contextlib.contextmanager
+def engine(pair: Pair, **options) -> Iterator[LLM]:
+    made = LLM(
+        str(pair.folder / "target"),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        disable_log_stats=False,
+        seed=0,
+        **({"max_model_len": 256, "max_num_seqs": 32, "kv_cache_memory_bytes": 2**26} | options),
+    )
+    try:
+        yield made
+    finally:
+        made.llm_engine.engine_core.shutdown()
+        del made
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def speculative(pair: Pair, ranges: list[list[int]], **options) -> dict:
+    return {
+        "method": "draft_model",
+        "model": str(pair.folder / "draft"),
+        "num_speculative_tokens": MOST,
+        "num_speculative_tokens_per_batch_size": ranges,
+    } | options
+
+
+def generate(llm: LLM, texts: list[list[int]], tokens: int = TOKENS, **options) -> list[list[int]]:
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, **({"temperature": 0} | options))
+    outputs = llm.generate([{"prompt_token_ids": text} for text in texts], sampling, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def counted(llm: LLM) -> Counter:
+    found = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    return Counter({name: found.get(f"vllm:spec_decode_{name}", 0) for name in COUNTERS})

@@ -1,0 +1,189 @@
+"""`speckv recommend`: what to set in a decoder that runs no policy."""
+
+import os
+import pathlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from speckv.cli.common import COSTS, TRACES, make_console, must_serve
+from speckv.errors import SpecKVError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from speckv.exporters.settings import SettingsExporter
+    from speckv.exporting import Exporter
+    from speckv.policy import Policy
+    from speckv.recommending import Gain, Recommendation
+
+
+class _Command(click.Command):
+    """Its help ends with the decoders, those of plugins too, which are looked at only then."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Decoders"):
+            formatter.write_dl([(name, exporter.decoder) for name, exporter in _decoders().items()])
+
+
+@click.command(cls=_Command)
+@TRACES
+@COSTS
+@click.option("--decoder", "decoder_name", required=True, metavar="DECODER", help="What is to be set; see below.")
+@click.option("--compression", "compressions", multiple=True, help="Of the target, may be repeated.  [default: all]")
+@click.option(
+    "--policy",
+    "policy_specs",
+    multiple=True,
+    help="For a host that plays policies: NAME or NAME:PARAMETER=VALUE,…, may be repeated.  [default: all "
+    "portable ones that train without torch]",
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(1),
+    help="Sequences that share every step; the cost model must have been profiled for it.  "
+    "[default: what its tables start with, mostly 1]",
+)
+@click.option("--folds", default=5, show_default=True, type=click.IntRange(2))
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def recommend(
+    traces_path: pathlib.Path | None,
+    costs_name: str | None,
+    decoder_name: str,
+    compressions: tuple[str, ...],
+    policy_specs: tuple[str, ...],
+    batch_size: int | None,
+    folds: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Find the best setting of a decoder that runs no policy, and what a policy would gain on top."""
+    import json
+
+    import numpy as np
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from speckv import specs
+    from speckv.plugins import load_costs, make_exporter
+    from speckv.recommending import recommend as find
+    from speckv.shipped import shipped_costs, shipped_traces
+    from speckv.traces import TraceDataset
+
+    exporter = specs.find("decoder", decoder_name, _decoders())()
+    traces = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
+    known = np.unique(traces.compressions).tolist()
+    if missing := [name for name in compressions if name not in known]:
+        raise SpecKVError(f"the traces hold no sequences at {missing[0]!r}; they hold {', '.join(known)}")
+    if compressions:
+        traces = traces.take(np.isin(traces.compressions, compressions))
+    costs = load_costs(costs_name) if costs_name else shipped_costs()[0]
+    policies = _policies(policy_specs, make_exporter(exporter.host), traces.gamma_max)
+    with Progress(
+        TextColumn("playing policies"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as progress:
+        bar = progress.add_task("", total=len(policies))
+        result = find(
+            exporter, traces, costs, policies, batch_size or costs.batch_sizes[0], folds, seed, os.cpu_count() or 1,
+            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+        )  # fmt: skip
+    if as_json:
+        click.echo(json.dumps(result.to_json(), indent=2))
+        return
+    _show(make_console(), result)
+
+
+def _decoders() -> "dict[str, type[SettingsExporter]]":
+    """The decoders that can be asked about, by the names that users call them by."""
+    from speckv.exporters.settings import SettingsExporter
+    from speckv.plugins import registry
+
+    exporters = (entry.value for _, entry in sorted(registry().exporters.items()))
+    return {exporter.family: exporter for exporter in exporters if issubclass(exporter, SettingsExporter)}
+
+
+def _policies(specs: tuple[str, ...], host: "Exporter", gamma_max: int) -> "list[Policy]":
+    """The policies that a user asked for; by default all portable ones that the host can hold and that train
+    without torch."""
+    from speckv.plugins import make_policy, registry
+
+    policies = [make_policy(spec) for spec in specs]
+    for policy in policies:
+        must_serve(policy)
+        if reason := policy.untrainable:
+            raise SpecKVError(f"policy {policy.label!r} {reason}")
+    if specs:
+        return policies
+    known: list[Policy] = [entry.value() for _, entry in sorted(registry().policies.items())]
+    return [
+        policy
+        for policy in known
+        if host.verdict(policy)[0] == "exactly"
+        and policy.unportable is None
+        and not (policy.requires or policy.explores or policy.required_gamma > gamma_max)
+    ]
+
+
+def _show(console: "Console", result: "Recommendation") -> None:
+    from rich.table import Table
+
+    about = result.about
+    of_batch = f" · batches of {about['batch_size']}" if about["batch_size"] > 1 else ""
+    table = Table(
+        title=f"{result.decoder} · costs of {about['costs']}{of_batch}", title_justify="left", title_style="bold"
+    )
+    table.add_column("target", no_wrap=True)
+    for name in ("tok/s", "95 %", "over plain", "over default"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("policy on top", no_wrap=True)
+    for name in ("gain", "95 %", "p", "judge"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in result.rows:
+        low, high = row.throughput_ci
+        table.add_row(
+            row.compression, _speed(row.throughput), f"{_speed(low)} … {_speed(high)}", _percent(row.over_plain),
+            _percent(row.over_default), row.policy or "", _percent(row.on_top), _interval(row.on_top),
+            "" if row.on_top is None else f"{row.on_top.p:.2g}", _speed(row.judge),
+        )  # fmt: skip
+    console.print(table)
+    for row in result.rows:
+        if row.paste is not None:
+            console.print(f"{row.compression}: {row.paste}", highlight=False, soft_wrap=True, markup=False)
+    for line in _legend(about):
+        console.print(line, style="dim", highlight=False, markup=False)
+
+
+def _legend(about: dict[str, Any]) -> "list[str]":
+    lines = [
+        f"Each of {about['prompts']} prompts was played by the setting, of {about['settings']}, and by the policy, of "
+        f"{len(about['policies'])}, that was fastest on the other folds; those printed are the fastest on all. "
+        "Intervals and p are of prompts, in pairs. judge: tok/s of one who knows which drafted tokens are right."
+    ]
+    if about["policies"]:
+        lines.append(f"policies are played by {about['host']}, which `speckv export` writes for")
+    if about["cut"]:
+        lines.append(f"no draft was longer than {about['gamma_max']} tokens, the most of the recording")
+    if about["note"]:
+        lines.append(about["note"])
+    if about["batch_size"] > 1:
+        lines.append("tok/s are those of the whole batch while it is full; all of it is taken to draft alike")
+    return lines
+
+
+def _speed(tokens_per_second: float) -> str:
+    return f"{tokens_per_second:#.3g}".rstrip(".")
+
+
+def _percent(gain: "Gain | None") -> str:
+    return "" if gain is None else f"{100 * gain.gain:+.1f} %"
+
+
+def _interval(gain: "Gain | None") -> str:
+    return "" if gain is None else f"{100 * gain.ci[0]:+.1f} … {100 * gain.ci[1]:+.1f}"

@@ -1,0 +1,149 @@
+"""What exporters for servers share: one file for each compression, and how many tokens to draft by batch size."""
+
+import pathlib
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from speckv.compression import COMPRESSIONS, check_compression
+from speckv.costs import CostModel
+from speckv.errors import SpecKVError
+from speckv.exporters.portable import BundlePolicy
+from speckv.exporting import Exporter
+from speckv.features import Features
+from speckv.files import read_json, write_json
+from speckv.policy import Policy, State
+from speckv.runtime import Bundle
+from speckv.runtime.programs import Program, Table
+from speckv.traces import Rollouts
+from speckv.tuning import seconds_by_compression
+
+
+def best_by_batch(traces: Rollouts, costs: CostModel, gammas: Iterable[int] | None = None) -> dict[int, int]:
+    """The constant gamma with the highest throughput over all of `traces`, for each batch size that was measured.
+
+    A server plays one gamma for all sequences of a batch, and a step takes as long as the forwards of the whole batch.
+
+    Args:
+        traces: what the server is to be fast on; those of one compression, if it runs one.
+        costs: its `batch_sizes` are the keys.
+        gammas: to choose from; of equals the first is taken. 0 to the recording's gamma_max by default.
+    """
+    choices = list(range(traces.gamma_max + 1) if gammas is None else gammas)
+    constant = [_constant(gamma) for gamma in choices]
+    found = {}
+    for size in costs.batch_sizes:
+        seconds = seconds_by_compression(constant, traces, costs.at_batch(size)).sum(axis=1)
+        found[size] = choices[int(seconds.argmin())]
+    return found
+
+
+def _constant(gamma: int) -> BundlePolicy:
+    return BundlePolicy(Bundle(f"fixed-{gamma}", Program(Table(np.full(len(COMPRESSIONS), gamma)))))
+
+
+class Schedule(Policy):
+    """Drafts a number of tokens that depends on nothing but the compression and how many sequences share the step.
+
+    Args:
+        gammas: compression -> batch size -> tokens for batches up to that size, above the next smaller one; larger
+            batches get those of the largest. Compressions that it lacks don't speculate.
+    """
+
+    name = "schedule"
+    features = ("compression", "batch_size")
+
+    def __init__(self, gammas: Mapping[str, Mapping[int, int]]) -> None:
+        super().__init__()
+        self.gammas = {check_compression(name): dict(sorted(of.items())) for name, of in gammas.items()}
+
+    @classmethod
+    def best(cls, traces: Rollouts, costs: CostModel) -> "Schedule":
+        """The fastest on `traces` for each of their compressions, and as long for no batch as for a smaller one.
+
+        More sequences in a batch leave less room for a draft; where a measurement says otherwise, it is not followed.
+        """
+        found = {}
+        for name in np.unique(traces.compressions):
+            part, gammas, longest = traces.take(traces.compressions == name), {}, traces.gamma_max
+            for size in costs.batch_sizes:
+                longest = gammas[size] = best_by_batch(part, costs.at_batch(size), range(longest + 1))[size]
+            found[str(name)] = gammas
+        return cls(found)
+
+    @property
+    def label(self) -> str:
+        return self.name
+
+    @property
+    def required_gamma(self) -> int:
+        return max((gamma for of in self.gammas.values() for gamma in of.values()), default=0)
+
+    def at(self, compression: str, batch_size: int) -> int:
+        """Tokens for a batch."""
+        of = self.gammas.get(compression, {})
+        return next((gamma for size, gamma in of.items() if batch_size <= size), next(reversed(of.values()), 0))
+
+    def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
+        names = list(COMPRESSIONS)
+        asked = zip(features["compression"].astype(np.int64), features["batch_size"], strict=True)
+        return np.array([self.at(names[code], int(size)) for code, size in asked], dtype=np.int64)
+
+
+class FileEach(Exporter):
+    """Writes a JSON file for each compression of the target, since a server runs one of them and reads its own."""
+
+    observes = frozenset({"compression"})
+    kinds = frozenset({"before"})
+
+    @abstractmethod
+    def files_of(self, policy: Policy) -> dict[str, dict[str, Any]]:
+        """What to write, by compression.
+
+        Raises:
+            SpecKVError: the server has no such rule; the reason.
+        """
+
+    @abstractmethod
+    def policy_of(self, files: Mapping[str, dict[str, Any]]) -> Policy:
+        """The policy that decides as servers with these files do.
+
+        Raises:
+            SpecKVError, KeyError, TypeError, ValueError or AttributeError: they are none of ours.
+        """
+
+    def reason(self, policy: Policy) -> str | None:
+        if reason := super().reason(policy):
+            return reason
+        if type(policy).fit is not Policy.fit and not policy.fitted:
+            return policy.unportable
+        try:
+            self.files_of(policy)
+        except SpecKVError as error:
+            return str(error)
+        return None
+
+    def export(self, policy: Policy, out: pathlib.Path) -> None:
+        for name, value in self.files_of(policy).items():
+            write_json(out / f"{name}.json", value)
+
+    def load(self, out: pathlib.Path) -> Policy:
+        files = {name: read_json(out / f"{name}.json", f"what {self.decoder} reads") for name in COMPRESSIONS}
+        try:
+            return self.policy_of(files)
+        except (KeyError, TypeError, ValueError, AttributeError, SpecKVError) as error:
+            reason = error if isinstance(error, SpecKVError) else repr(error)
+            raise SpecKVError(f"{out}: not whole files for {self.decoder} ({reason}); export them again") from None
+
+
+def constant_gammas(policy: Policy) -> dict[str, int] | None:
+    """The tokens that a policy drafts in every step, by compression; None if it does not draft a constant number."""
+    if type(policy).program is Policy.program:
+        return None
+    program = policy.program()
+    if program.stop is not None or not isinstance(program.gamma, Table):
+        return None
+    return {name: int(gamma) for name, gamma in zip(COMPRESSIONS, program.gamma.gamma, strict=True)}

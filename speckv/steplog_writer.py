@@ -1,0 +1,174 @@
+"""Step logs that grow while a decoder runs: a folder of Parquet files, each of which appears whole or not at all.
+
+`StepLog.load(folder)` reads them all, and so does whatever takes a step log.
+"""
+
+import atexit
+import datetime
+import math
+import pathlib
+import secrets
+import threading
+import warnings
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from speckv.compression import COMPRESSIONS
+from speckv.errors import SpecKVError, SpecKVWarning
+from speckv.steplogs import SIGNAL, columns_of, write_columns
+
+
+class StepLogWriter:
+    """Writes the steps of running decoders to a folder, from any thread. Several writers may share the folder.
+
+        with StepLogWriter("log") as log:
+            log.write(sequence="a", step=0, gamma=4, accepted=3, seconds=0.02, compression="bf16", mean_entropy=1.5)
+
+    A thread of its own turns rows into files, `rows_per_file` at a time and at the latest after `seconds_per_file`, so
+    that no step waits for the disk. A killed process loses what was not written by then; one that ends by itself,
+    nothing. Rows that can't be written (a full disk) are given up with a warning: a log must not stop a decoder.
+
+    Sequences are kept under the name `RUN/SEQUENCE`, where RUN belongs to this writer alone: a host may number its
+    requests from 0 each time it starts.
+
+    Args:
+        folder: made if it is missing.
+        rows_per_file: most steps in a file, from 1.
+        seconds_per_file: a file holds the steps of so many seconds at most, above 0.
+        provenance: of the log, as JSON can hold it.
+
+    Attributes:
+        run: stands in front of the names of files and sequences. It is made, and the thread started, by the first
+            `write`, so that a process may fork in front of that.
+
+    Raises:
+        SpecKVError: nothing can be written to the folder, or a number is out of range.
+    """
+
+    run = ""
+
+    def __init__(
+        self,
+        folder: str | pathlib.Path,
+        rows_per_file: int = 10_000,
+        seconds_per_file: float = 60.0,
+        provenance: dict[str, Any] | None = None,
+    ) -> None:
+        if rows_per_file < 1 or not seconds_per_file > 0:
+            raise SpecKVError(
+                f"a file of {rows_per_file} rows or {seconds_per_file} seconds can't be; give 1 or more, and above 0"
+            )
+        self.folder = pathlib.Path(folder)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SpecKVError(f"{folder}: cannot be written ({error.strerror}); choose another place") from None
+        self.rows_per_file, self.seconds_per_file = rows_per_file, seconds_per_file
+        self.provenance = provenance or {}
+        self._rows: list[dict[str, Any]] = []
+        self._files = 0
+        self._adding, self._saving = threading.Lock(), threading.Lock()
+        self._due, self._closed = threading.Event(), False
+
+    def write(
+        self,
+        *,
+        sequence: str,
+        step: int,
+        gamma: int,
+        accepted: int,
+        seconds: float | None = None,
+        propensity: float | None = None,
+        compression: str = "",
+        task: str = "",
+        **signals: float,
+    ) -> None:
+        """Take in one step; columns, units and what is not known are those of `StepLog`.
+
+        Args:
+            sequence, step: which step of which text; no two may be the same.
+            gamma, accepted: tokens drafted, and accepted.
+            seconds: duration of the step.
+            propensity: chance with which this gamma was chosen.
+            compression: of the target.
+            task: category of the text.
+            signals: by name; one that is called like a feature must have been known before the step. What is left
+                out, or no finite number, is not known.
+
+        Raises:
+            SpecKVError: the step can't be, or the writer was closed.
+        """
+        possible = (
+            sequence
+            and step >= 0
+            and 0 <= accepted <= gamma
+            and not (seconds is not None and (seconds <= 0 or math.isinf(seconds)))
+            and not (propensity is not None and (propensity <= 0 or propensity > 1))
+            and (not compression or compression in COMPRESSIONS)
+        )
+        if not possible:
+            raise SpecKVError(
+                f"step {step} of sequence {sequence!r} can't be: gamma {gamma}, accepted {accepted}, "
+                f"seconds {seconds}, propensity {propensity}, compression {compression!r}"
+            )
+        row = {"sequence": sequence, "step": step, "gamma": gamma, "accepted": accepted, "seconds": seconds,
+               "propensity": propensity, "compression": compression, "task": task, **signals}  # fmt: skip
+        with self._adding:
+            if self._closed:
+                raise SpecKVError(f"{self.folder}: this log was closed; make another StepLogWriter")
+            if not self.run:
+                self._start()
+            self._rows.append(row)
+            full = len(self._rows) >= self.rows_per_file
+        if full:
+            self._due.set()
+
+    def flush(self) -> None:
+        """Write all steps so far. Raises SpecKVError if that fails; those steps are lost."""
+        with self._saving:
+            with self._adding:
+                rows, self._rows = self._rows, []
+            for start in range(0, len(rows), self.rows_per_file):
+                self._save(rows[start : start + self.rows_per_file])
+
+    def close(self) -> None:
+        """Write all steps so far and take no more. Raises SpecKVError as `flush` does."""
+        with self._adding:
+            self._closed = True
+        self._due.set()
+        atexit.unregister(self.close)
+        self.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        # Names of files sort by the time of the first step; the rest keeps processes apart.
+        self.run = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S%f}-{secrets.token_hex(4)}"
+        atexit.register(self.close)
+        threading.Thread(target=self._work, name=f"steps to {self.folder}", daemon=True).start()
+
+    def _work(self) -> None:
+        while not self._closed:
+            self._due.wait(self.seconds_per_file)
+            self._due.clear()
+            try:
+                self.flush()
+            except SpecKVError as error:
+                warnings.warn(f"steps were lost: {error}", SpecKVWarning, stacklevel=1)
+
+    def _save(self, rows: list[dict[str, Any]]) -> None:
+        columns = columns_of(rows)
+        columns["sequence"] = np.array([f"{self.run}/{name}" for name in columns["sequence"].tolist()])
+        for name, values in columns.items():
+            if name.startswith(SIGNAL):
+                columns[name] = np.where(np.isinf(values), np.nan, values)
+        self._files += 1
+        write_columns(self.folder / f"{self.run}-{self._files:06}.parquet", columns, self.provenance)

@@ -1,0 +1,207 @@
+"""The loop: a decoder logs, the log ranks policies and trains one, and that one goes back to the decoder."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from speckv import SpecKVError
+from speckv.cli import main
+from speckv.compression import COMPRESSIONS
+from speckv.evaluation import to_steps
+from speckv.evaluation.ranking import rank, split_by_prompt, throughput_by_compression
+from speckv.exporters.bundle import BundleExporter
+from speckv.live.generation import Speculate
+from speckv.plugins import make_policy
+from speckv.replaying import replay
+from speckv.saving import load_policy
+from speckv.steplog_writer import StepLogWriter
+from speckv.steplogs import StepLog, is_step_log
+
+FP32 = list(COMPRESSIONS).index("fp32")
+
+
+@pytest.fixture(scope="module")
+def explored(small_traces, small_costs):
+    """A log that draws every gamma from 0 to 4 by lot."""
+    return to_steps(
+        make_policy('explore:policy="fixed:gamma=2",epsilon=1,largest=4').fit(small_traces, small_costs),
+        small_traces,
+        small_costs,
+    )
+
+
+@pytest.fixture
+def costs_file(small_costs, tmp_path):
+    small_costs.save(tmp_path / "costs.json")
+    return str(tmp_path / "costs.json")
+
+
+def run(*arguments):
+    done = CliRunner().invoke(main, list(map(str, arguments)))
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::speckv.errors.SpecKVWarning")
+def test_once_round(small_pair, small_prompts, small_dataset, small_traces, small_costs, costs_file, tmp_path):
+    """With the transformers adapter; what comes back plays in `generate`, and the text stays the model's own."""
+    target, draft = small_pair
+
+    def generate(prompt, **options):
+        ids = target.tokenizer(prompt.text, return_tensors="pt")["input_ids"]
+        mask = torch.ones_like(ids)
+        return target.model.generate(ids, attention_mask=mask, max_new_tokens=32, do_sample=False, **options)
+
+    player = make_policy('explore:policy="fixed:gamma=2",epsilon=1,largest=4').fit(small_traces, small_costs)
+    with StepLogWriter(tmp_path / "log") as log:
+        speculate = Speculate(draft.model, target.tokenizer, player, logs=[log])
+        plain = [generate(prompt) for prompt in small_prompts]
+        for prompt, text in zip(small_prompts, plain, strict=True):
+            assert torch.equal(generate(prompt, custom_generate=speculate), text)
+    run("traces", "import", tmp_path / "log", "--importer", "speckv", "--out", tmp_path / "log.parquet")
+    table = run("compare", "--traces", tmp_path / "log.parquet", "--policy", "mlp-throughput:gammas=[0,1,2,4]",
+                "--policy", "hysteresis", "--policy", "hazard", "--costs", costs_file)  # fmt: skip
+    assert "held out from fitting" in table and "left out: hazard: does not decide before the step" in table
+    said = run("train", "mlp-throughput:gammas=[0,1,2,4]", "--from", tmp_path / "log.parquet", "--costs", costs_file,
+               "--out", tmp_path / "trained")  # fmt: skip
+    assert "against the best fixed gamma" in said
+    for target_name in ("transformers", "bundle"):
+        said = run("export", tmp_path / "trained", "--to", target_name, "--out", tmp_path / target_name,
+                   "--traces", small_dataset.path, "--costs", costs_file)  # fmt: skip
+        assert "100.00% of" in said
+    played = []
+    for shipped in (load_policy(tmp_path / "transformers"), BundleExporter().load(tmp_path / "bundle")):
+        speculate = Speculate(draft.model, target.tokenizer, shipped)
+        played.append([])
+        for prompt, text in zip(small_prompts, plain, strict=True):
+            assert torch.equal(generate(prompt, custom_generate=speculate), text)
+            played[-1] += [step.gamma for step in speculate.decoded.steps]
+    assert played[0] == played[1] and max(played[0]) > 0
+
+
+def test_the_best_fixed_gamma_of_a_log_is_that_of_the_recording(explored, small_traces, small_costs):
+    """Or as good: of the gammas that the log played."""
+    learned = make_policy("best-fixed").fit_steps(explored, small_costs)
+    runs = [replay(make_policy(f"fixed:gamma={gamma}"), small_traces, small_costs) for gamma in range(5)]
+    reached = [(one.accepted + 1).sum() / one.seconds.sum() for one in runs]
+    assert reached[int(learned.fitted["gamma"][FP32])] > 0.97 * max(reached)
+    estimated = throughput_by_compression(make_policy("fixed:gamma=3"), explored, small_costs)
+    assert estimated[FP32] == pytest.approx(reached[3], rel=0.05) and (np.delete(estimated, FP32) == 0).all()
+
+
+def steps_of(gammas, accepted, **changed):
+    """A log in which the signals count the steps."""
+    count = np.arange(float(len(gammas)))
+    names = ("last_mean_entropy", "last_mean_top1", "last_max_entropy", "last_min_top1")
+    columns = {
+        "sequence": np.array([f"p{number % 3} at fp32" for number in range(len(gammas))]),
+        "step": np.arange(len(gammas)),
+        "gamma": np.array(gammas),
+        "accepted": np.array(accepted),
+        "compression": np.full(len(gammas), "fp32"),
+        "signals": {name: count + number for number, name in enumerate(names)},
+    }
+    return StepLog(**columns | changed)
+
+
+def test_what_the_predictor_learns_from_each_step():
+    """Of every gamma up to the one that was drafted; a shorter draft that failed would tell of failures alone."""
+    log = steps_of([4, 2, 3, 0], [4, 0, 1, 0])
+    inputs, rates = make_policy("mlp:gammas=[0,2,4]")._logged_records(log, seed=0)
+    found = sorted((row[0], row[-1], rate) for row, rate in zip(inputs.tolist(), rates.tolist(), strict=True))
+    assert found == [(0.0, 2.0, 1.0), (0.0, 4.0, 1.0), (1.0, 2.0, 0.0), (2.0, 2.0, 0.5)]
+    first = inputs[(inputs[:, 0] == 0) & (inputs[:, -1] == 2)][0]
+    assert first.tolist() == [0.0, 1.0, 2.0, 3.0, float(FP32), 2.0]  # in the order in which it reads them
+    unknown = steps_of([4, 4], [4, 0], compression=np.array(["fp32", ""]))
+    assert len(make_policy("mlp:gammas=[4]")._logged_records(unknown, seed=0)[1]) == 1
+
+
+@pytest.mark.parametrize(
+    "spec", ["mlp:gammas=[1,2,4]", "mlp-throughput:gammas=[0,1,2,4]", "forest:gammas=[1,2,4],trees=5"]
+)
+def test_predictors_fitted_to_a_log_can_be_played_and_saved(spec, explored, small_traces, small_costs):
+    policy = make_policy(spec).fit_steps(explored, small_costs)
+    gammas = set(replay(policy, small_traces, small_costs).chosen.tolist())
+    assert gammas <= {0, 1, 2, 4} and gammas
+    if policy.name == "mlp-throughput":
+        assert (policy.fitted["rate"] > 0).tolist() == [name == "fp32" for name in COMPRESSIONS]
+
+
+def test_prompts_are_held_out_whole(explored):
+    learned, held_out = split_by_prompt(explored, 3)
+    assert len(learned) + len(held_out) == len(explored)
+    assert not set(learned.sequence.tolist()) & set(held_out.sequence.tolist())
+    assert len(set(held_out.sequence.tolist())) == 4
+    names = np.array(["run1/abc 01", "run2/abc 02", "run1/def 03", "run1/def 03"])
+    parts = split_by_prompt(steps_of([1, 1, 1, 1], [0, 0, 0, 0], sequence=names), 5)
+    assert {tuple(sorted({name[5:8] for name in part.sequence.tolist()})) for part in parts} == {("abc",), ("def",)}
+    with pytest.raises(SpecKVError, match="the log holds 1 prompts: too few"):
+        split_by_prompt(steps_of([1], [0]), 2)
+
+
+@pytest.mark.filterwarnings("ignore::speckv.errors.SpecKVWarning")
+def test_what_a_log_cannot_judge_is_left_out_with_the_reason(explored, small_costs):
+    specs = ["fixed:gamma=2", "none", "hazard", "oracle", "ucb1", "best-fixed", "fixed:gamma=9"]
+    (ranking,), left_out = rank([make_policy(spec) for spec in specs], explored, small_costs)
+    reached = [evaluation.of("hazard").throughput for evaluation in ranking.evaluations]
+    assert reached == sorted(reached, reverse=True) and ranking.held_out and ranking.compression == "fp32"
+    assert {evaluation.policy for evaluation in ranking.evaluations} == {"fixed-2", "none", "best-fixed"}
+    reasons = {name: reason for reason, names in left_out.items() for name in names}
+    assert reasons.keys() == {"hazard", "oracle", "ucb1", "fixed-9"}
+    assert "inside the draft" in reasons["hazard"] and "its own steps" in reasons["ucb1"]
+    with pytest.raises(SpecKVError, match=r"the log can judge none of these policies: .*inside the draft"):
+        rank([make_policy("hazard")], explored, small_costs)
+
+
+def test_commands_refuse_what_a_log_cannot_give(explored, costs_file, tmp_path):
+    explored.save(tmp_path / "log.parquet")
+    steps_of([4, 2], [1, 1]).save(tmp_path / "bare.parquet")
+    log, out = str(tmp_path / "log.parquet"), str(tmp_path / "out")
+    refused = {
+        (
+            "train",
+            "hazard",
+            "--from",
+            log,
+            "--out",
+            out,
+        ): "not from step logs; give it one with --traces, or train one of best-fixed, forest, mlp, mlp-throughput",
+        (
+            "train",
+            "mlp",
+            "--from",
+            log,
+            "--out",
+            out,
+        ): "no step of the log with signals and compression drafted 6 tokens",
+        ("train", "mlp", "--from", log, "--traces", log, "--out", out): "give one of --traces and --from",
+        ("train", "best-fixed", "--from", str(tmp_path / "none"), "--out", out): "none: not a readable Parquet file",
+        ("train", "best-fixed", "--from", str(tmp_path / "bare.parquet"), "--out", out): "has no seconds",
+        ("compare", "--traces", log, "--batch-size", "2"): "is ranked without --batch-size",
+        ("compare", "--traces", str(tmp_path / "bare.parquet")): "holds no seconds; say with --costs",
+        ("train", "x", "--out", "x" * 300): "cannot be written (File name too long)",
+    }
+    for command, message in refused.items():
+        done = CliRunner().invoke(main, list(command))
+        assert done.exit_code == 2 and message in done.output, (command, done.output)
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore::speckv.errors.SpecKVWarning")
+def test_what_was_trained_says_on_what(explored, costs_file, tmp_path):
+    explored.save(tmp_path / "log.parquet")
+    command = ["train", "best-fixed", "--from", tmp_path / "log.parquet", "--costs", costs_file, "--folds", "1"]
+    assert f"{len(explored)} steps of 12 texts under made-up" in run(*command, "--out", tmp_path / "trained")
+    about = json.loads((tmp_path / "trained" / "training.json").read_text())
+    assert about["log"] == explored.provenance and len(about["logged"]) == 12
+    assert load_policy(tmp_path / "trained").fitted["gamma"][FP32] > 0
+
+
+def test_what_is_a_step_log(explored, small_dataset, tmp_path):
+    explored.save(tmp_path / "log" / "a.parquet")
+    assert is_step_log(tmp_path / "log") and is_step_log(tmp_path / "log" / "a.parquet")
+    assert not is_step_log(small_dataset.path) and not is_step_log(tmp_path) and not is_step_log(tmp_path / "missing")
