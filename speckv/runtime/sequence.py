@@ -1,6 +1,6 @@
 """One sequence that a portable policy decides for: its features, kept up to date from what the host tells."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from speckv.errors import SpecKVError
@@ -47,6 +47,11 @@ class Sequence:
         self._signals: dict[str, list[float]] = {signal: [] for _, signal, _ in self._last}
         self._accepted = self._tried = self._index = 0
         self._draft = Draft()
+
+    @property
+    def values(self) -> Mapping[str, float]:
+        """Features by name, as they are now."""
+        return self._values
 
     def choose_gamma(self, batch_size: int = 1) -> int:
         """How many tokens to draft at most. The host's own limit applies as well.

@@ -117,10 +117,10 @@ class PolicyProposer(DraftModelProposer):
         names = self.host.target_signals
         target = self._target[[at for *_, at in ended]].tolist() if names else [()] * len(ended)
         # Where a prompt was taken in as well, by the draft at the beginning of the step or by the target, the time is
-        # not the step's own.
-        mixed = len(ended) < len(texts)
+        # not the step's own; nor where a text that had been put aside took in its tokens anew.
+        mixed = len(ended) < len(texts) or any(text not in before for text, *_ in ended)
         for (text, verified, accepted, _), signals in zip(ended, target, strict=True):
-            seconds = None if mixed or self._mixed or text not in before else now - self._began
+            seconds = None if mixed or self._mixed else now - self._began
             text.observe(verified, accepted, dict(zip(names, signals, strict=True)), seconds)
         self._texts, self._mixed, self._began = texts, mixed, now
 

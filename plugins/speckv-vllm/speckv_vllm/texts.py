@@ -75,7 +75,7 @@ class Text:
         """
         self._chosen = self.sequence.choose_gamma(batch_size)
         if self.host.log:
-            values = self.sequence._values
+            values = self.sequence.values
             self._known = {name: values[name] for name in self.host.known}
         self.gamma = min(self._chosen, most)
         self.drafted = 0 if self.host.looks_inside else self.gamma
