@@ -46,7 +46,7 @@ def speckv_register_exporters(register: "Callable[[type[Exporter]], None]") -> N
     from speckv.exporters.assisted import AssistedExporter, AssistedThresholdExporter
     from speckv.exporters.bundle import BundleExporter
     from speckv.exporters.c import CExporter
-    from speckv.exporters.llamacpp import LlamaCppExporter
+    from speckv.exporters.llamacpp import LlamaCppExporter, LlamaCppPythonExporter
     from speckv.exporters.onnx import OnnxExporter
     from speckv.exporters.openvino import OpenVinoExporter
     from speckv.exporters.sglang import SglangExporter
@@ -64,6 +64,7 @@ def speckv_register_exporters(register: "Callable[[type[Exporter]], None]") -> N
         AssistedExporter,
         AssistedThresholdExporter,
         LlamaCppExporter,
+        LlamaCppPythonExporter,
         OpenVinoExporter,
         SglangExporter,
         TensorRtLlmExporter,

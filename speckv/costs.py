@@ -332,10 +332,11 @@ def fit_costs_to_log(
     """Fit a cost model to the seconds of logged steps.
 
     Least squares on seconds = gamma * draft + verify of the compression, each linear in the context length if the log
-    has the signal `context_length`, and a model a batch size if it has `batch_size` (of many sizes those nearest to
-    1, 2, 4, 8, … and the largest; the others lie on straight lines between them); then verify takes what is left on
-    average at each gamma, so that a staircase stays. What verify takes for each further token can't be told from what a
-    draft forward takes: the straight part of it is counted with the draft. The policy's own time is in verify.
+    has the signal `context_length` and tells so much, and a model a batch size if it has `batch_size` (of many sizes
+    those nearest to 1, 2, 4, 8, … and the largest; the others lie on straight lines between them; a longer context
+    takes as much more for each sequence at all of them); then verify takes what is left on average at each gamma, so
+    that a staircase stays. What verify takes for each further token can't be told from what a draft forward takes: the
+    straight part of it is counted with the draft. The policy's own time is in verify.
 
     A step of a batch stands in the log once for each of its sequences, with the same seconds and with the gamma of that
     sequence alone. Where they play different gammas, only the held-out error says how far a sequence's own gamma tells
@@ -395,8 +396,11 @@ class _Timed:
         sizes = _sizes(self.batch)
         in_batch = _shares(self.batch, sizes)
         kinds = np.column_stack([self.gamma, self.compression[:, None] == names]) * self.steps[:, None]
-        # (n, (1 + compressions) * ends * sizes): what takes the time; the coefficients are seconds at ends and sizes.
-        inputs = np.einsum("nk,nc,nb->nkcb", kinds, _shares(self.context, ends), in_batch).reshape(len(kinds), -1)
+        # (n, (1 + compressions) * (sizes + 1)): what takes the time. The coefficients are seconds at each size in the
+        # shortest context, and what the longest one adds for each sequence, which brings a cache of its own.
+        longer = (self.context - ends[0]) / max(np.ptp(ends), 1) * self.batch
+        shares = np.column_stack([in_batch, longer])[:, : len(sizes) + len(ends) - 1]
+        inputs = np.einsum("nk,ns->nks", kinds, shares).reshape(len(kinds), -1)
         gammas, stair = np.unique(self.gamma if stairs else np.zeros(len(inputs)), return_inverse=True)
         cell = np.searchsorted(names, self.compression) * len(gammas) + stair
         nearest = in_batch.argmax(axis=1)
@@ -410,12 +414,21 @@ class _Timed:
             return straight, (sums / (counts + _ON_THE_LINE) * stairs).reshape(-1, len(sizes))
 
         straight, steps = solve(np.ones(len(inputs), dtype=bool))
-        draft, *level = straight.reshape(1 + len(names), len(ends), len(sizes))
+        found = straight.reshape(kinds.shape[1], -1)
+        added = found[:, len(sizes) :].sum(axis=1)  # nothing if there is one context alone
+        at_ends = np.einsum("k,c,b->kcb", added, np.arange(len(ends)), sizes)
+        draft, *level = found[:, None, : len(sizes)] + at_ends
         tables = np.array(level)[:, None] + steps.reshape(len(names), len(gammas), 1, len(sizes))
-        if np.linalg.matrix_rank(inputs) < inputs.shape[1] or min(draft.min(), tables.min()) <= 0:
+        unknown = np.linalg.matrix_rank(inputs) < inputs.shape[1]
+        if unknown or min(draft.min(), tables.min()) <= 0:
+            if len(ends) > 1:  # the log is too small or too noisy to tell what a longer context takes
+                return replace(self, context=np.zeros(len(inputs))).fit(where, name, source, unit, alias, stairs)
+            each = "compression and batch size" if len(sizes) > 1 else "compression"
             raise SpecKVError(
-                f"{where}: the fit can't tell what a draft and a verify take; play several gammas at each compression"
-                + (" and batch size" if len(sizes) > 1 else "")
+                f"{where}: the fit can't tell what a draft and a verify take; play several gammas at each {each}"
+                if unknown
+                else f"{where}: the fit gives a draft or a verify no time, as the seconds are too noisy or do not grow "
+                f"with gamma; log more steps at each {each}"
             )
         predicted = np.zeros(len(inputs))
         group = self.group if len(np.unique(self.group)) > 1 else np.arange(len(inputs))

@@ -40,6 +40,7 @@ class Exporter(ABC):
         observes: names from `speckv.features.FEATURES` of what the decoder can show a policy.
         kinds: of policies that it can hold: `before` the step, inside the `draft`, `both`.
         outcomes: whether it tells a policy what came of each step (`Policy.observe`).
+        by_itself: whether the decoder decides by itself, as it was set, so that no decision takes time of a policy's.
     """
 
     name: ClassVar[str]
@@ -47,6 +48,7 @@ class Exporter(ABC):
     observes: ClassVar[frozenset[str]] = frozenset()
     kinds: ClassVar[frozenset[str]] = frozenset()
     outcomes: ClassVar[bool] = False
+    by_itself: ClassVar[bool] = False
 
     def check(self, policy: Policy) -> None:
         """Refuse a policy that the decoder can't run as it is.
@@ -56,7 +58,11 @@ class Exporter(ABC):
         """
         check_playable(policy, policy.required_gamma)
         if reason := self.reason(policy):
-            raise SpecKVError(f"{self.name} can't hold policy {policy.label!r}: {reason}")
+            raise self._refusal(policy, reason)
+
+    def _refusal(self, policy: Policy, reason: str) -> SpecKVError:
+        hint = "; --approximate replaces it" if self.approximates and not isinstance(policy, Clairvoyant) else ""
+        return SpecKVError(f"{self.name} can't hold policy {policy.label!r}: {reason}{hint}")
 
     def reason(self, policy: Policy) -> str | None:
         """Why the decoder can't run a policy as it is, once it is fitted; None if it can."""
@@ -136,10 +142,12 @@ class Fidelity:
     Attributes:
         equal_decisions: share of the original's steps that the exported one plays as well: at the same place of the
             same text, with as many tokens drafted and as many draft forwards.
-        throughput, original_throughput: committed tokens a second.
+        throughput, original_throughput: committed tokens a second, of each sequence of a batch. Of a decoder that
+            decides by itself no decision takes time; of others both policies are charged that of the original.
         interval: of `throughput`, 95 % (bootstrap by prompt); None of a single prompt.
         steps: of the original.
         sequences: replayed.
+        batch_size: sequences that share each step of the replay, the fewest that the costs were measured for.
         costs: name of the cost model.
     """
 
@@ -149,6 +157,7 @@ class Fidelity:
     interval: tuple[float, float] | None
     steps: int
     sequences: int
+    batch_size: int
     costs: str
 
 
@@ -167,12 +176,15 @@ def fidelity(exporter: Exporter, policy: Policy, traces: Rollouts, costs: CostMo
     exporter.check(policy)
     with tempfile.TemporaryDirectory() as folder:
         exporter.export(policy, pathlib.Path(folder))
-        return _fidelity_of(exporter.load(pathlib.Path(folder)), policy, traces, costs)
+        return _fidelity_of(exporter, pathlib.Path(folder), policy, traces, costs)
 
 
-def _fidelity_of(exported: Policy, policy: Policy, traces: Rollouts, costs: CostModel) -> Fidelity:
-    controller = costs.controller.get(policy.name, (0.0, 0.0))  # the same for both: only decisions are compared
-    original, other = (replay(copy.deepcopy(p), traces, costs, controller) for p in (policy, exported))
+def _fidelity_of(
+    exporter: Exporter, folder: pathlib.Path, policy: Policy, traces: Rollouts, costs: CostModel
+) -> Fidelity:
+    controller = costs.controller.get(policy.name, (0.0, 0.0))
+    original = replay(copy.deepcopy(policy), traces, costs, controller)
+    other = replay(exporter.load(folder), traces, costs, (0.0, 0.0) if exporter.by_itself else controller)
     equal = _equal_steps(original, other)
     return Fidelity(
         equal_decisions=equal / len(original.gamma),
@@ -181,6 +193,7 @@ def _fidelity_of(exported: Policy, policy: Policy, traces: Rollouts, costs: Cost
         interval=throughput_interval(other, traces),
         steps=len(original.gamma),
         sequences=len(traces),
+        batch_size=costs.batch_size,
         costs=costs.name,
     )
 
@@ -251,7 +264,7 @@ def export(
     try:
         partial.mkdir(parents=True)
         exporter.export(held, partial)
-        result = _fidelity_of(exporter.load(partial), policy, judged, costs)
+        result = _fidelity_of(exporter, partial, policy, judged, costs)
         facts = {
             "exporter": exporter.name,
             "decoder": exporter.decoder,

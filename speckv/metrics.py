@@ -1,6 +1,6 @@
 """Counters of speculation for Prometheus, under the names that vLLM gives them, so that its dashboards fit."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from speckv.errors import SpecKVError
 
@@ -29,6 +29,8 @@ class SpeculationMetrics:
         SpecKVError: prometheus_client is not installed, or the registry has these names already.
     """
 
+    wants_features: ClassVar[bool] = False
+
     def __init__(self, model_name: str, engine: str = "0", registry: "CollectorRegistry | None" = None) -> None:
         try:
             from prometheus_client import REGISTRY, Counter
@@ -50,7 +52,6 @@ class SpeculationMetrics:
         self._drafted = count("draft_tokens", "Tokens that were drafted.")
         self._accepted = count("accepted_tokens", "Drafted tokens that the target agreed with.")
         self._per_position = count("accepted_tokens_per_pos", "The same by their place in the draft.", "position")
-        self._positions: list[Any] = []
 
     def write(self, *, gamma: int, accepted: int, **others: Any) -> None:
         """Count one step, of which the rest does not matter here."""
@@ -59,7 +60,5 @@ class SpeculationMetrics:
         self._drafts.inc()
         self._drafted.inc(gamma)
         self._accepted.inc(accepted)
-        for place in range(len(self._positions), gamma):
-            self._positions.append(self._per_position.labels(*self._labels, str(place)))
-        for place in range(accepted):
-            self._positions[place].inc()
+        for place in range(gamma):  # one of which nothing was accepted yet stands there with 0
+            self._per_position.labels(*self._labels, place).inc(place < accepted)

@@ -14,7 +14,9 @@ import numpy as np
 from speckv.comparison import folds_of, gain_interval, holm, permutation_p, play_held_out, with_decision_times
 from speckv.compression import COMPRESSIONS
 from speckv.costs import CostModel
-from speckv.exporters.settings import SettingsExporter, choose
+from speckv.errors import SpecKVError
+from speckv.exporters.settings import SettingsExporter, fastest
+from speckv.exporting import Exporter
 from speckv.features import FloatArray, IntArray
 from speckv.plugins import make_exporter, make_policy
 from speckv.policy import Policy
@@ -106,7 +108,7 @@ def recommend(
         exporter: of the decoder.
         traces: recorded sequences.
         costs: how long forwards take.
-        policies: unfitted, for a host that plays policies; those that learn do so on the other folds.
+        policies: unfitted, for the decoder's host; those that learn do so on the other folds.
         batch_size: sequences that share every step; all draft alike. The costs must have been measured for it.
         folds: number of folds; each prompt is held out once.
         seed: of the folds, the fits and the resampling.
@@ -114,8 +116,16 @@ def recommend(
         progress: called with how many policies have been played, and how many there are.
 
     Raises:
-        SpecKVError: fewer prompts than folds, a policy fails, or the costs lack a compression or the batch size.
+        SpecKVError: fewer prompts than folds, the decoder has no host or its host can't hold a policy, a policy fails,
+            or the costs lack a compression or the batch size.
     """
+    host = host_of(exporter)
+    for policy in policies:
+        if host is None:
+            raise SpecKVError(f"nothing plays policies inside {exporter.decoder}; leave policy {policy.label!r} out")
+        fit, reason = host.verdict(policy)
+        if fit != "exactly":
+            raise SpecKVError(f"policy {policy.label!r} can't be played by {host.decoder}: {reason}; leave it out")
     costs = costs.at_batch(batch_size)
     fold_of = folds_of(traces, folds, seed)
     candidates = exporter.candidates(traces.gamma_max)
@@ -123,11 +133,8 @@ def recommend(
     def seconds_of(policy: Policy) -> FloatArray:
         return replay(policy, traces, costs, (0.0, 0.0)).sequence_seconds  # what decides is the decoder itself
 
-    def fastest(seconds: FloatArray) -> IntArray:
-        return np.array([candidates.index(setting) for setting in choose(candidates, -seconds).values()])
-
     set_best, chosen = _on_other_folds(
-        np.stack([seconds_of(exporter.played(setting)) for setting in candidates]), traces, fold_of, fastest
+        np.stack([seconds_of(exporter.played(setting)) for setting in candidates]), traces, fold_of
     )
     played = {"plain": seconds_of(make_policy("none")), "setting": set_best}
     if (untouched := exporter.untouched()) is not None:
@@ -136,7 +143,7 @@ def recommend(
     best: IntArray | None = None
     if policies:
         hosted = _hosted(policies, traces, costs, fold_of, seed, jobs, progress)
-        played["policy"], best = _on_other_folds(hosted, traces, fold_of, lambda seconds: seconds.argmin(axis=0))
+        played["policy"], best = _on_other_folds(hosted, traces, fold_of)
 
     def advise(name: str) -> Advice:
         mask = np.ones(len(traces), dtype=bool) if name == "all" else traces.compressions == name
@@ -163,7 +170,6 @@ def recommend(
         )
 
     names = [str(name) for name in np.unique(traces.compressions)]
-    host = make_exporter(exporter.host)
     set_or_default = [*(candidates[row] for row in chosen), *([exporter.default] if exporter.default else [])]
     about = {
         "exporter": exporter.name,
@@ -171,7 +177,7 @@ def recommend(
         "default": None if exporter.default is None else exporter.to_native(exporter.default),
         "settings": len(candidates),
         "policies": [policy.label for policy in policies],
-        "host": host.decoder,
+        "host": None if host is None else host.name,
         "costs": costs.name,
         "batch_size": batch_size,
         "traces": traces.manifest.settings,
@@ -185,6 +191,11 @@ def recommend(
     return Recommendation(
         exporter.decoder, [advise(name) for name in (names if len(names) == 1 else [*names, "all"])], about
     )
+
+
+def host_of(exporter: SettingsExporter) -> Exporter | None:
+    """The exporter that brings policies to where a decoder is hosted by something that plays them, if there is one."""
+    return None if exporter.host is None else make_exporter(exporter.host)
 
 
 def _hosted(
@@ -209,14 +220,11 @@ def _hosted(
     return np.stack(seconds)
 
 
-def _on_other_folds(
-    seconds: FloatArray, traces: Rollouts, fold_of: IntArray, fastest: Callable[[FloatArray], IntArray]
-) -> tuple[FloatArray, IntArray]:
+def _on_other_folds(seconds: FloatArray, traces: Rollouts, fold_of: IntArray) -> tuple[FloatArray, IntArray]:
     """Play each sequence by the candidate that was fastest on the other folds, for its compression.
 
     Args:
         seconds: (candidates, S), none of them learned from the sequence itself.
-        fastest: the candidate for each compression, from (candidates, known compressions) seconds.
 
     Returns:
         (S,) seconds, and for each known compression the candidate that is fastest on all sequences.

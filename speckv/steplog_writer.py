@@ -5,13 +5,17 @@
 
 import atexit
 import datetime
+import json
 import math
+import operator
+import os
 import pathlib
 import secrets
 import threading
 import warnings
+import weakref
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -28,7 +32,7 @@ class StepLogWriter:
 
     A thread of its own turns rows into files, `rows_per_file` at a time and at the latest after `seconds_per_file`, so
     that no step waits for the disk. A killed process loses what was not written by then; one that ends by itself,
-    nothing. Rows that can't be written (a full disk) are given up with a warning: a log must not stop a decoder.
+    nothing. Rows that can't be written (a full disk) are given up with a warning: a disk must not stop a decoder.
 
     Sequences are kept under the name `RUN/SEQUENCE`, where RUN belongs to this writer alone: a host may number its
     requests from 0 each time it starts.
@@ -41,12 +45,14 @@ class StepLogWriter:
 
     Attributes:
         run: stands in front of the names of files and sequences. It is made, and the thread started, by the first
-            `write`, so that a process may fork in front of that.
+            `write` of a process: one that was forked has another.
 
     Raises:
-        SpecKVError: nothing can be written to the folder, or a number is out of range.
+        SpecKVError: nothing can be written to the folder, it holds a recording, a number is out of range, or the
+            provenance is no JSON.
     """
 
+    wants_features: ClassVar[bool] = True
     run = ""
 
     def __init__(
@@ -65,12 +71,21 @@ class StepLogWriter:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SpecKVError(f"{folder}: cannot be written ({error.strerror}); choose another place") from None
+        if (self.folder / "manifest.json").exists():
+            raise SpecKVError(f"{folder}: holds a recording, which a log in it would spoil; choose another folder")
+        try:
+            json.dumps(provenance, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise SpecKVError(f"{folder}: the provenance can't be kept as JSON ({error}); change it") from None
         self.rows_per_file, self.seconds_per_file = rows_per_file, seconds_per_file
-        self.provenance = provenance or {}
+        self.provenance, self._closed = provenance or {}, False
+        self._begin()
+        _WRITERS.add(self)
+
+    def _begin(self) -> None:
+        self.run, self._files = "", 0
         self._rows: list[dict[str, Any]] = []
-        self._files = 0
-        self._adding, self._saving = threading.Lock(), threading.Lock()
-        self._due, self._closed = threading.Event(), False
+        self._adding, self._saving, self._due = threading.Lock(), threading.Lock(), threading.Event()
 
     def write(
         self,
@@ -88,7 +103,8 @@ class StepLogWriter:
         """Take in one step; columns, units and what is not known are those of `StepLog`.
 
         Args:
-            sequence, step: which step of which text; no two may be the same.
+            sequence, step: which step of which text; no two may be the same, or the log can't be used until `speckv
+                traces import` has left the second out.
             gamma, accepted: tokens drafted, and accepted.
             seconds: duration of the step.
             propensity: chance with which this gamma was chosen.
@@ -100,21 +116,26 @@ class StepLogWriter:
         Raises:
             SpecKVError: the step can't be, or the writer was closed.
         """
-        possible = (
-            sequence
-            and step >= 0
-            and 0 <= accepted <= gamma
-            and not (seconds is not None and (seconds <= 0 or math.isinf(seconds)))
-            and not (propensity is not None and (propensity <= 0 or propensity > 1))
-            and (not compression or compression in COMPRESSIONS)
-        )
+        try:
+            whole = {"step": operator.index(step), "gamma": operator.index(gamma), "accepted": operator.index(accepted)}
+            known = {name: math.nan if value is None else float(value) for name, value in signals.items()}
+            possible = (
+                sequence
+                and step >= 0
+                and 0 <= accepted <= gamma
+                and not (seconds is not None and (seconds <= 0 or math.isinf(seconds)))
+                and not (propensity is not None and (propensity <= 0 or propensity > 1))
+                and (not compression or compression in COMPRESSIONS)
+            )
+        except (TypeError, ValueError, OverflowError):
+            possible = False
         if not possible:
             raise SpecKVError(
                 f"step {step} of sequence {sequence!r} can't be: gamma {gamma}, accepted {accepted}, "
-                f"seconds {seconds}, propensity {propensity}, compression {compression!r}"
+                f"seconds {seconds}, propensity {propensity}, compression {compression!r}, signals {signals}"
             )
-        row = {"sequence": sequence, "step": step, "gamma": gamma, "accepted": accepted, "seconds": seconds,
-               "propensity": propensity, "compression": compression, "task": task, **signals}  # fmt: skip
+        row = {"sequence": sequence, "seconds": seconds, "propensity": propensity, "compression": compression,
+               "task": task, **whole, **known}  # fmt: skip
         with self._adding:
             if self._closed:
                 raise SpecKVError(f"{self.folder}: this log was closed; make another StepLogWriter")
@@ -126,12 +147,18 @@ class StepLogWriter:
             self._due.set()
 
     def flush(self) -> None:
-        """Write all steps so far. Raises SpecKVError if that fails; those steps are lost."""
+        """Write all steps so far. Raises SpecKVError if a file can't be written; its steps are lost, no others."""
+        failed: Exception | None = None
         with self._saving:
-            with self._adding:
-                rows, self._rows = self._rows, []
-            for start in range(0, len(rows), self.rows_per_file):
-                self._save(rows[start : start + self.rows_per_file])
+            for _ in range(math.ceil(len(self._rows) / self.rows_per_file)):
+                with self._adding:
+                    rows, self._rows = self._rows[: self.rows_per_file], self._rows[self.rows_per_file :]
+                try:
+                    self._save(rows)
+                except Exception as error:  # whatever it is, the next file may be written
+                    failed = failed or error
+        if failed:
+            raise SpecKVError(f"{self.folder}: steps were lost: {failed}") from failed
 
     def close(self) -> None:
         """Write all steps so far and take no more. Raises SpecKVError as `flush` does."""
@@ -162,7 +189,7 @@ class StepLogWriter:
             try:
                 self.flush()
             except SpecKVError as error:
-                warnings.warn(f"steps were lost: {error}", SpecKVWarning, stacklevel=1)
+                warnings.warn(str(error), SpecKVWarning, stacklevel=1)
 
     def _save(self, rows: list[dict[str, Any]]) -> None:
         columns = columns_of(rows)
@@ -172,3 +199,16 @@ class StepLogWriter:
                 columns[name] = np.where(np.isinf(values), np.nan, values)
         self._files += 1
         write_columns(self.folder / f"{self.run}-{self._files:06}.parquet", columns, self.provenance)
+
+
+_WRITERS: weakref.WeakSet[StepLogWriter] = weakref.WeakSet()
+
+
+def _begin_anew() -> None:
+    """In a forked process: rows are those of the process that it was forked from, and so is the thread."""
+    for writer in _WRITERS:
+        writer._begin()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)

@@ -74,7 +74,9 @@ class StepLog:
             if values.dtype.kind not in (kinds := _kinds(name)):
                 raise SpecKVError(f"step log: {name} is of type {values.dtype}, not of kind {kinds}")
         for row, reason in find_faults(columns):
-            raise SpecKVError(f"step log: row {row}: {reason}")
+            raise SpecKVError(
+                f"step log: row {row}: {reason}; `speckv traces import … --importer speckv` leaves such rows out"
+            )
 
     def __len__(self) -> int:
         return len(self.sequence)
@@ -296,6 +298,17 @@ def unknown_column(name: str, rows: int) -> npt.NDArray[Any]:
     return np.full(rows, "" if _kinds(name) == "U" else np.nan)
 
 
+def concatenate(logs: Sequence[Mapping[str, npt.NDArray[Any]]]) -> dict[str, npt.NDArray[Any]]:
+    """The columns of logs, one log behind the other. What one of them lacks is unknown there."""
+    names = dict.fromkeys(name for columns in logs for name in columns)
+    return {
+        name: np.concatenate(
+            [columns[name] if name in columns else unknown_column(name, len(columns["step"])) for columns in logs]
+        )
+        for name in names
+    }
+
+
 def read_columns(path: pathlib.Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
     """Columns and provenance of a log's file, or of a folder's files one behind the other, the rows unchecked.
 
@@ -311,14 +324,7 @@ def read_columns(path: pathlib.Path) -> tuple[dict[str, npt.NDArray[Any]], dict[
     if not files:
         raise SpecKVError(f"{path}: holds no step log, a file that ends in .parquet; choose another folder")
     parts = [_read_file(file) for file in files]
-    names = dict.fromkeys(name for columns, _ in parts for name in columns)
-    joined = {
-        name: np.concatenate(
-            [columns[name] if name in columns else unknown_column(name, len(columns["step"])) for columns, _ in parts]
-        )
-        for name in names
-    }
-    first = parts[0][1]
+    joined, first = concatenate([columns for columns, _ in parts]), parts[0][1]
     if all(provenance == first for _, provenance in parts):
         return joined, first
     return joined, {"files": {file.name: provenance for file, (_, provenance) in zip(files, parts, strict=True)}}

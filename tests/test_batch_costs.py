@@ -14,7 +14,7 @@ from speckv.cli import main
 from speckv.comparison import Comparison
 from speckv.costs import CostModel, Timings, fit_costs_to_log
 from speckv.errors import SpecKVError
-from speckv.evaluation import to_steps
+from speckv.evaluation import evaluate, to_steps
 from speckv.evaluation.recording import join
 from speckv.plugins import make_policy
 from speckv.policy import Policy
@@ -177,6 +177,14 @@ class AsManyAsShare(Policy):
         return features["batch_size"].astype(int)
 
 
+class OfItsBatch(Policy):
+    name = "of-its-batch"
+    features = ("batch_size", "cost_ratio")
+
+    def choose_gamma(self, features, state):
+        return features["batch_size"].astype(int) + (features["cost_ratio"] > 0.21)
+
+
 def test_a_policy_sees_the_batch_that_its_costs_are_of():
     costs, policy = of_batches(1, 8, compressions=("bf16",)), AsManyAsShare()
     traces = make_rollouts(prompts=6, compressions=("bf16",))
@@ -217,3 +225,115 @@ def test_batches_are_profiled(small_pair_paths, small_prompts_file, tmp_path):
     for option, value in (("--batch-sizes", "3,1"), ("--tokens", "2,3")):
         refused = CliRunner().invoke(main, list(map(str, [*command[:-1], tmp_path / "other.json", option, value])))
         assert refused.exit_code == 2 and value.replace(",", ", ") in refused.stderr
+
+
+def of_lots(costs: CostModel, sizes: tuple[int, ...]) -> StepLog:
+    """Steps of batches of each size, with gammas that were drawn."""
+    traces, lots = (
+        make_rollouts(prompts=40, budget=40, compressions=("bf16",)),
+        "explore:policy=none,epsilon=1,largest=6",
+    )
+    logs = {}
+    for size in sizes:
+        log = to_steps(make_policy(lots).fit(traces, costs), traces, costs.at_batch(size))
+        logs[str(size)] = dataclasses.replace(log, signals=log.signals | {"batch_size": np.full(len(log), float(size))})
+    return join(logs)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (8,), (1, 8), (2, 5, 8)])
+def test_logged_steps_are_priced_in_their_own_batches(sizes):
+    costs, traces = (
+        of_batches(1, 8, compressions=("bf16",)),
+        make_rollouts(prompts=40, budget=40, compressions=("bf16",)),
+    )
+    log = of_lots(costs, sizes)
+    for gamma in (0, 3):
+        policy = make_policy(f"fixed:gamma={gamma}")
+        runs = [replay(policy, traces, costs.at_batch(size)) for size in sizes]
+        truth = sum(run.tokens.sum() for run in runs) / sum(run.seconds.sum() for run in runs)
+        for priced in (costs, None):
+            (found,) = evaluate(policy, log, priced, resamples=0, draws=4)
+            assert found.logged == pytest.approx((log.accepted + 1).sum() / log.seconds.sum(), rel=0.02)
+            for estimate in found.estimates:
+                rough = estimate.estimator in {"match", "ips", "snips", "doubly-robust"}
+                assert estimate.throughput == pytest.approx(truth, rel=0.12 if rough else 0.05), (priced, estimate)
+
+
+def test_batches_that_change_along_a_text():
+    costs, policy = of_batches(1, 8, compressions=("bf16",)), make_policy("fixed:gamma=3")
+    small, large = (
+        to_steps(policy, make_rollouts(prompts=20, budget=60, compressions=("bf16",)), costs.at_batch(size))
+        for size in (1, 7)
+    )
+    odd = small.step % 2 == 1
+    log = dataclasses.replace(
+        small,
+        seconds=np.where(odd, large.seconds, small.seconds),
+        signals=small.signals | {"batch_size": np.where(odd, 7.0, 1.0)},
+    )
+    (found,) = evaluate(policy, log, costs, resamples=0)
+    for name in ("match", "hazard", "path"):
+        assert found.of(name).throughput == pytest.approx((log.accepted + 1).sum() / log.seconds.sum(), rel=0.03), name
+
+
+def test_what_a_policy_is_shown_is_of_the_step_s_own_batch():
+    """Its draft of as many tokens as sequences share is what the log's steps were priced and chosen for."""
+    costs, traces, policy = of_batches(1, 4), make_rollouts(prompts=12, budget=40), OfItsBatch()
+    costs = dataclasses.replace(costs, draft=costs.batches[4].draft)
+    assert costs.cost_ratio("bf16") > 0.21 > costs.at_batch(4).cost_ratio("bf16")
+    logs = {}
+    for size in (1, 4):
+        log = to_steps(policy, traces, costs.at_batch(size))
+        logs[str(size)] = dataclasses.replace(log, signals=log.signals | {"batch_size": np.full(len(log), float(size))})
+    for found in evaluate(policy, join(logs), costs, resamples=0):
+        assert found.agreement == 1 and found.of("path").throughput == pytest.approx(found.logged, rel=0.02)
+
+
+def test_batches_that_the_costs_were_not_measured_for():
+    log = of_lots(of_batches(1, 8), (1, 8))
+    for costs in (of_batches(1, 4), make_costs()):
+        with pytest.raises(SpecKVError, match=r"was measured for batches of 1.*, not of 8; profile") as caught:
+            evaluate(make_policy("fixed:gamma=3"), log, costs)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_replay_in_a_batch_logs_its_size():
+    costs, traces = of_batches(1, 4), make_rollouts(prompts=2, budget=10)
+    assert set(to_steps(make_policy("none"), traces, costs.at_batch(4)).signals["batch_size"]) == {4}
+    assert "batch_size" not in to_steps(make_policy("none"), traces, costs).signals
+
+
+def test_a_size_that_was_seen_in_one_context_alone():
+    """What a longer context costs is learned from all sizes together."""
+    costs = of_batches(1, 4, compressions=("bf16",))
+    log = logged(costs, (1, 4))
+    context, size = log.signals["context_length"], log.signals["batch_size"]
+    kept = (size == 1) | (context == np.median(context[size == 4]))
+    found = fit_costs_to_log(StepLog.from_columns({n: v[kept] for n, v in log.columns.items()}, {}), "found", "a test")
+    assert found.batch_sizes == (1, 4) and len(found.draft.contexts) == 2
+    traces = make_rollouts(prompts=9, seed=7, compressions=("bf16",))
+    for gamma in (0, 3, 6):
+        policy = make_policy(f"fixed:gamma={gamma}")
+        truth, again = (replay(policy, traces, c.at_batch(4)).seconds.sum() for c in (costs, found))
+        assert again == pytest.approx(truth, rel=0.05), gamma
+
+
+def test_contexts_that_noise_drowns_are_left_out():
+    """A straight line would go below nothing: the fit is that of the log without its contexts."""
+    log = logged(of_batches(1, 4, compressions=("bf16",)), (1, 4))
+    context = log.signals["context_length"]
+    fading = dataclasses.replace(log, seconds=log.seconds * np.exp(-6 * (context - context.min()) / np.ptp(context)))
+    flat = StepLog.from_columns({n: v for n, v in fading.columns.items() if n != "signal_context_length"}, {})
+    found, expected = (fit_costs_to_log(log, "found", "a test") for log in (fading, flat))
+    assert found.provenance == expected.provenance and "flat in context" in found.provenance["fit"]
+    for size in (1, 4):
+        one, other = found.at_batch(size), expected.at_batch(size)
+        assert one.draft.at(1, 100) == other.draft.at(1, 100) > 0
+        assert one.verify["bf16"].at(4, 100) == other.verify["bf16"].at(4, 100) > 0
+
+
+def test_a_time_below_nothing_has_a_message_of_its_own():
+    log = logged(of_batches(1, 4, compressions=("bf16",)), (1, 4))
+    faster = dataclasses.replace(log, seconds=1 / (1 + log.gamma))
+    with pytest.raises(SpecKVError, match=r"verify no time.*more steps at each compression and batch size"):
+        fit_costs_to_log(faster, "x", "y")

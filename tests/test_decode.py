@@ -5,9 +5,10 @@ import re
 import pytest
 from click.testing import CliRunner
 
+from speckv import SpecKVError
 from speckv.cli import main
 from speckv.plugins import make_policy
-from speckv.saving import save_policy
+from speckv.saving import load_policy, save_policy
 
 
 @pytest.fixture
@@ -57,6 +58,17 @@ def test_gumbel_text_depends_on_the_seed_alone(decode):
     texts = {decode(*options, "--policy", name).output.split(f"\n{label}")[0] for name, label in labels.items()}
     assert len(texts) == 1
     assert decode(*options, "--policy", "none", "--seed", "1").output.split("\nnone")[0] not in texts
+
+
+def test_a_full_disk_takes_the_log_and_not_what_was_learned(decode, tmp_path, monkeypatch):
+    def full(*_):
+        raise SpecKVError("no space left")
+
+    monkeypatch.setattr("speckv.steplog_writer.write_columns", full)
+    folders = ["--log", str(tmp_path / "log"), "--save-policy", str(tmp_path / "learned")]
+    done = decode("--prompt", "Hello", "--policy", "ucb1", *folders)
+    assert done.exit_code == 2 and "no space left" in done.output
+    assert load_policy(tmp_path / "learned").name == "ucb1"
 
 
 def test_a_saved_policy(decode, tmp_path):

@@ -1,5 +1,6 @@
 """Settings of decoders that run no policy: what fits them exactly, what comes near, and what their files hold."""
 
+import dataclasses
 import itertools
 import json
 
@@ -12,7 +13,7 @@ from speckv.compression import COMPRESSIONS
 from speckv.errors import SpecKVError
 from speckv.exporters.assisted import AssistedExporter, AssistedThresholdExporter
 from speckv.exporters.portable import BundlePolicy
-from speckv.exporters.settings import FILE, Setting, SettingsExporter, choose
+from speckv.exporters.settings import FILE, Setting, SettingsExporter, fastest
 from speckv.exporting import export
 from speckv.plugins import make_policy
 from speckv.replaying import replay
@@ -29,13 +30,13 @@ class BehindTheDraw(SettingsExporter):
     name = "behind"
     decoder = "a decoder with a threshold behind its tokens"
     signal = "draft_probability"
-    caps, thresholds, leasts = (0, 1, 2, 4, 8), (0.0, 0.3, 0.6, 0.9), (0, 3)
+    caps, thresholds = (0, 1, 2, 4, 8), (0.0, 0.3, 0.6, 0.9)
 
     def to_native(self, setting):
-        return {"most": setting.cap, "sure": setting.threshold, "least": setting.least}
+        return {"most": setting.cap, "sure": setting.threshold}
 
     def from_native(self, native):
-        return Setting(native["most"], native["sure"], native["least"])
+        return Setting(native["most"], native["sure"])
 
 
 class BeforeTheDraw(BehindTheDraw):
@@ -78,7 +79,7 @@ DECODERS = [
     AssistedThresholdExporter(),
 ]
 each_decoder = pytest.mark.parametrize("decoder", DECODERS, ids=lambda decoder: decoder.name)
-some_settings = st.builds(Setting, st.integers(0, 12), st.sampled_from([0.0, 0.3, 0.5, 0.8, 1.0]), st.integers(0, 4))
+some_settings = st.builds(Setting, st.integers(0, 12), st.sampled_from([0.0, 0.3, 0.5, 0.8, 1.0]))
 
 
 def everywhere(value):
@@ -125,7 +126,7 @@ def test_candidates_are_different_settings_within_the_recording(decoder):
 HELD = {
     "behind": ("none", "fixed:gamma=7", "best-fixed", "confidence", "confidence:threshold=0.4,cap=5", "svip:scale=0",
                "p-min:n_max=8", "kangaroo:cap=1"),
-    "before": ("none", "best-fixed", "p-min:n_max=8,p_min=0.4", "p-min:n_max=6,n_min=2,p_min=0.7",
+    "before": ("none", "best-fixed", "p-min:n_max=8,p_min=0.4", "p-min:n_max=2,n_min=2,p_min=0.7",
                "p-min:n_max=1,p_min=0.9", "kangaroo:cap=1", "confidence:threshold=0.9,cap=1"),
     "share": ("none", "best-fixed", "p-min:n_max=8", "kangaroo:cap=1"),
     "one": ("fixed:gamma=7", "svip:scale=0", "kangaroo:cap=1", "p-min:n_max=3,n_min=3,p_min=0.9"),
@@ -143,6 +144,7 @@ REFUSED = {
     ("behind", "kangaroo"): "it reads draft_top1, which a decoder with a threshold behind its tokens can't show",
     ("before", "kangaroo"): "its rule that stops a draft is not that of a decoder with a threshold before its tokens, "
     "which compares draft_top1 with a threshold before it draws a token",
+    ("before", "p-min:n_max=6,n_min=2,p_min=0.7"): "its rule that stops a draft is not that of",
     ("share", "p-min:n_max=8,p_min=0.4"): "which compares draft_top1 / draft_top10 with a threshold before it draws",
     ("behind", "heuristic"): "it learns from what came of each step",
     ("behind", "svip"): "it reads draft_entropy",
@@ -164,6 +166,8 @@ def test_what_does_not_fit_is_refused_in_one_line(name, spec):
     with pytest.raises(SpecKVError) as caught:
         decoder.check(policy)
     assert REFUSED[name, spec] in str(caught.value) and "\n" not in str(caught.value)
+    replaced = spec != "oracle" and "is not fitted" not in str(caught.value)
+    assert str(caught.value).endswith("; --approximate replaces it") == replaced
 
 
 def test_a_threshold_of_another_kind_is_refused():
@@ -173,34 +177,26 @@ def test_a_threshold_of_another_kind_is_refused():
         Threshold("draft_probability", everywhere(0.5), above=False),
         Threshold("draft_probability", everywhere(0.5), drawn=False),
         Threshold("draft_top1", everywhere(0.5)),
+        Threshold("draft_probability", everywhere(0.5), least=2),
     ):
         with pytest.raises(SpecKVError, match="its rule that stops a draft is not that of"):
             decoder.settings_of(Program(caps, stop))
     with pytest.raises(SpecKVError, match=r"threshold is 1\.5; it must be from 0 to 1"):
         decoder.settings_of(Program(caps, Threshold("draft_probability", everywhere(1.5))))
-    with pytest.raises(SpecKVError, match=r"assisted generation .* can't be set to Setting\(cap=4, .*least=3\) \(fp32"):
-        AssistedThresholdExporter().settings_of(Program(caps, Threshold("draft_probability", everywhere(0.5), least=3)))
+    free = Threshold("draft_probability", everywhere(0.5), least=4)
+    assert decoder.settings_of(Program(caps, free))["nf4"] == Setting(4), "it never has a say"
 
 
-def test_settings_may_differ_by_compression_but_for_the_least():
+def test_settings_may_differ_by_compression():
     decoder = BehindTheDraw()
-    mixed = {"fp32": Setting(4), "bf16": Setting(6, 0.5, 3), "nf4": Setting(2, 0.5, 2)}
-    program = decoder.program_of(mixed)
-    expected = dict.fromkeys(COMPRESSIONS, Setting(0)) | mixed | {"nf4": Setting(2)}
-    assert decoder.settings_of(program) == expected, "of two tokens the first two are drafted anyway"
-    with pytest.raises(SpecKVError, match="settings with 2 and 3 tokens at least; choose one"):
-        decoder.program_of(mixed | {"nf4": Setting(6, 0.5, 2)})
+    mixed = {"fp32": Setting(4), "bf16": Setting(6, 0.5), "nf4": Setting(2, 0.3)}
+    assert decoder.settings_of(decoder.program_of(mixed)) == dict.fromkeys(COMPRESSIONS, Setting(0)) | mixed
 
 
-def test_the_chosen_settings_are_worth_most():
-    candidates = [Setting(0), Setting(4), Setting(4, 0.5, 2), Setting(4, 0.5, 3)]
-    worth = np.zeros((4, len(COMPRESSIONS)))
-    worth[:, 1], worth[:, 4] = (0, 1, 9, 5), (0, 1, 2, 7)
-    chosen = choose(candidates, worth)
-    assert (chosen["bf16"], chosen["nf4"]) == (candidates[3], candidates[3]), "5 + 7 is more than 9 + 2"
-    assert chosen["fp32"] == candidates[3], "where nothing is known, the sum decides"
-    worth[2, 4] = 3.5
-    assert choose(candidates, worth)["nf4"] == candidates[2]
+def test_the_fastest_is_chosen_for_each_compression():
+    seconds = np.zeros((3, len(COMPRESSIONS)))
+    seconds[:, 1], seconds[:, 4] = (5, 1, 2), (4, 6, 3)
+    assert fastest(seconds).tolist() == [2, 1, 2, 2, 2], "where nothing is known, the sum decides"
 
 
 @each_decoder
@@ -213,8 +209,8 @@ def test_what_does_not_fit_is_replaced_by_the_fastest_setting(decoder, spec, tmp
     best = decoder.settings_of(decoder.approximate(policy, traces, costs).program())
     for name in np.unique(traces.compressions):
         part = traces.take(traces.compressions == name)
-        others = [setting for setting in decoder.candidates(8) if setting.least in (0, best[name].least)]
-        speeds = [replay(decoder.played(setting), part, costs).throughput for setting in [best[name], *others]]
+        settings = [best[name], *decoder.candidates(8)]
+        speeds = [replay(decoder.played(setting), part, costs).throughput for setting in settings]
         assert speeds[0] == max(speeds)
 
 
@@ -255,6 +251,27 @@ def test_a_damaged_file_is_refused_in_one_line(reason, tmp_path):
     with pytest.raises(SpecKVError) as caught:
         decoder.load(tmp_path)
     assert reason in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_setting_that_the_decoder_cannot_have_is_not_read(tmp_path):
+    """Not even as another one: a threshold that would be forgotten."""
+    decoder = AssistedExporter()
+    decoder.export(fitted("fixed:gamma=3"), tmp_path)
+    value = json.loads((tmp_path / FILE).read_text())
+    value["settings"]["nf4"]["assistant_confidence_threshold"] = 0.4
+    (tmp_path / FILE).write_text(json.dumps(value))
+    with pytest.raises(SpecKVError, match=r"assisted generation of transformers 5\.24 has no threshold"):
+        decoder.load(tmp_path)
+
+
+def test_decisions_of_the_decoder_take_no_time(tmp_path):
+    """Whatever those of the policy took that it stands for."""
+    traces, costs = recording()
+    costs = dataclasses.replace(costs, controller={"fixed": (0.01, 0.0)})
+    result = export(OneNumber(), fitted("fixed:gamma=7"), tmp_path / "out", traces, costs)
+    assert result.equal_decisions == 1.0
+    free = dataclasses.replace(costs, controller={"fixed": (0.0, 0.0)})
+    assert result.throughput == replay(fitted("fixed:gamma=7"), traces, free).throughput > result.original_throughput
 
 
 @each_decoder

@@ -23,7 +23,7 @@ from speckv.exporters.schedule import Schedule, best_by_batch
 from speckv.exporters.settings import Setting
 from speckv.exporters.vllm import VllmExporter, VllmScheduleExporter, _gammas, _options
 from speckv.exporting import export, fidelity
-from speckv.plugins import make_policy, registry
+from speckv.plugins import make_exporter, make_policy, registry
 from speckv.policy import Clairvoyant
 from speckv.recommending import recommend
 from speckv.saving import save_policy
@@ -97,7 +97,6 @@ def test_the_fastest_number_for_each_batch_size(traces, costs, tmp_path):
         ranges = options_in(tmp_path / "out" / f"{name}.yaml")["num_speculative_tokens_per_batch_size"]
         assert [lookup(ranges, 99, size) for size in (1, 4, 32, 500)] == [best[1], best[4], best[32], best[32]]
         assert best[1] > best[4] > best[32] == 0
-    assert options_in(tmp_path / "out" / "int8.yaml")["num_speculative_tokens_per_batch_size"] == [[1, 1, 0]]
 
 
 def test_costs_of_single_sequences_say_nothing_of_batches(traces, tmp_path):
@@ -108,9 +107,24 @@ def test_costs_of_single_sequences_say_nothing_of_batches(traces, tmp_path):
 
 
 def test_a_constant_number_is_held_as_it_is(traces, costs):
-    for spec in ("none", "fixed:gamma=3", "best-fixed"):
+    for spec in ("fixed:gamma=3", "best-fixed"):
         result = fidelity(VllmScheduleExporter(), make_policy(spec).fit(traces, costs), traces, costs)
         assert result.equal_decisions == 1 and result.throughput == result.original_throughput
+
+
+def test_without_speculation_there_is_no_draft_model(traces, costs, tmp_path):
+    """In the files as in what users paste; a table of zeros would run the draft at every step."""
+    exporter = VllmScheduleExporter()
+    result = export(exporter, make_policy("none"), tmp_path / "out", traces, costs)
+    assert result.equal_decisions == 1 and result.batch_size == 1
+    assert json.loads((tmp_path / "out" / "bf16.yaml").read_text()) == {}
+    assert exporter.paste(exporter.to_native(Setting(0))) == "vllm serve TARGET"
+
+
+@pytest.mark.parametrize("exporter", ["vllm", "vllm-schedule"])
+def test_a_draft_is_named_by_a_text(exporter):
+    with pytest.raises(SpecKVError, match="draft is 3; it must be the draft model's name or folder"):
+        make_exporter(f"{exporter}:draft=3")
 
 
 @pytest.mark.parametrize(

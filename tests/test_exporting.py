@@ -203,12 +203,33 @@ def test_on_the_command_line(place):
     assert shown == json.loads((place / "again" / "fidelity.json").read_text()) and shown["exporter"] == "speckv"
 
 
+def test_a_policy_that_needs_no_training_goes_by_its_name(place):
+    data = ["--traces", "traces", "--costs", "costs.json"]
+    assert run("fixed:gamma=3", "--to", "speckv", "--out", "out", *data).exit_code == 0
+    assert load_policy("out").get_params() == {"gamma": 3}
+    (place / "saved").rename(place / "fixed")  # a folder comes first
+    assert run("fixed", "--to", "speckv", "--out", "again", *data).exit_code == 0
+    assert load_policy("again").name == "confidence"
+
+
+def test_a_warning_is_one_line(place):
+    data = ["--traces", "traces", "--costs", "costs.json"]
+    done = run("saved", "--to", "tensorrt-llm", "--approximate", "--out", "out", *data)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("speckv: the costs of toy are of batches of 1 alone") and done.exit_code == 0
+    assert "sequences, in batches of 1, costs of toy" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "give a saved policy's folder, --to and --out; or --list"),
         (["saved", "--to", "spekv", "--out", "out"], "exporter 'spekv' is unknown; did you mean 'speckv'?"),
         (["nothing", "--to", "speckv", "--out", "out"], "no such file; expected a saved policy"),
+        (
+            ["hazard", "--to", "speckv", "--out", "out"],
+            "'hazard' has to be trained: `speckv train hazard --out FOLDER`",
+        ),
         (["saved", "--to", "speckv", "--out", "traces"], "traces: exists already"),
         (["large", "--to", "speckv", "--out", "out", "--traces", "traces", "--costs", "costs.json"], "plays gamma 9"),
     ],

@@ -6,33 +6,38 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from speckv import SpecKVError
 from speckv.cli import main
 from speckv.evaluation import evaluate, to_steps
 from speckv.evaluation.recording import BEFORE, CHOSEN
 from speckv.live.decoder import SpeculativeDecoder
-from speckv.live.drafting import PromptLookup
-from speckv.live.logging import log_steps, name_sequence
+from speckv.live.drafting import ModelDrafter, PromptLookup
+from speckv.live.logging import StepRows, known_features, name_sequence
 from speckv.plugins import make_policy
 from speckv.policy import Policy
 from speckv.replaying import replay
 from speckv.steplog_writer import StepLogWriter
-from speckv.steplogs import StepLog
+from speckv.steplogs import StepLog, columns_of
+from speckv.traces import TARGET_SIGNALS
 
 
-def decoded(pair, policy, prompts, drafter=None, **options):
-    decoder = SpeculativeDecoder(
-        pair.target, drafter or pair.draft, policy, gamma_max=8, record_signals=True, **options
-    )
-    return {p.id: (len(decoder.tokens_of(p.text)), decoder.generate(p.text, 48)) for p in prompts}
+def log_of(folder, pair, policy, prompts, drafter=None):
+    """Of these texts, one behind the other."""
+    with StepLogWriter(folder) as log:
+        decoder = SpeculativeDecoder(pair.target, drafter or pair.draft, policy, gamma_max=8, logs=[log])
+        for prompt in prompts:
+            decoder.generate(prompt.text, 48)
+    return StepLog.load(folder)
 
 
-def test_the_live_log_is_the_replayed_one(small_pair, small_prompts, small_traces, small_costs):
+def test_the_live_log_is_the_replayed_one(small_pair, small_prompts, small_traces, small_costs, tmp_path):
     """Features before each step included: to float32, in which signals are recorded."""
     policy = make_policy("heuristic:start=3")
-    live = log_steps(decoded(small_pair, policy, small_prompts), "fp32")
+    live = log_of(tmp_path, small_pair, policy, small_prompts)
     replayed = to_steps(policy, small_traces, small_costs)
-    rows = {f"{name} at fp32": np.flatnonzero(live.sequence == name) for name in live.sequence}
+    names = dict.fromkeys(live.sequence.tolist())
+    rows = {
+        f"{p.id} at fp32": np.flatnonzero(live.sequence == name) for p, name in zip(small_prompts, names, strict=True)
+    }
     assert set(live.signals) == {*BEFORE, "batch_size", CHOSEN}
     for name in np.unique(replayed.sequence):
         theirs, ours = np.flatnonzero(replayed.sequence == name), rows[str(name)]
@@ -47,7 +52,7 @@ def test_the_live_log_is_the_replayed_one(small_pair, small_prompts, small_trace
 
 def test_what_was_explored_can_be_evaluated(small_pair, small_prompts, small_traces, small_costs, tmp_path):
     policy = make_policy('explore:policy="fixed:gamma=2",epsilon=0.5,largest=4').fit(small_traces, small_costs)
-    log = log_steps(decoded(small_pair, policy, small_prompts), "fp32", task="any")
+    log = log_of(tmp_path / "log", small_pair, policy, small_prompts)
     chosen = log.signals[CHOSEN]
     np.testing.assert_allclose(log.propensity, np.where(chosen == 2, 0.6, 0.1))
     assert (log.gamma <= chosen).all() and len(set(chosen)) == 5
@@ -72,9 +77,11 @@ class Stops(Policy):
         return np.isin(state["asked"] % 6, (2, 4, 5))
 
 
-def test_a_draft_that_the_policy_stopped_is_no_text_that_ended(small_pair, small_prompts, small_traces, small_costs):
+def test_a_draft_that_the_policy_stopped_is_no_text_that_ended(
+    small_pair, small_prompts, small_traces, small_costs, tmp_path
+):
     """Estimates take fewer drafted than chosen tokens for the end of the text."""
-    live = log_steps(decoded(small_pair, Stops(), small_prompts), "fp32")
+    live = log_of(tmp_path, small_pair, Stops(), small_prompts)
     replayed = to_steps(Stops(), small_traces, small_costs)
     for log in (live, replayed):
         assert CHOSEN not in log.signals and log.propensity is None and set(log.gamma) >= {1, 2, 3}
@@ -93,17 +100,20 @@ def by_text(log):
 
 
 @pytest.mark.parametrize("policy", [make_policy("heuristic:start=3"), Stops()], ids=lambda policy: policy.name)
-def test_what_is_written_as_it_happens_is_what_is_logged_afterwards(policy, small_pair, small_prompts, tmp_path):
-    """One by one, with the prompt merged into the first step, and in a batch: up to what a batch rounds."""
+def test_what_is_written_as_it_happens_is_what_the_steps_say(policy, small_pair, small_prompts, tmp_path):
+    """One by one, with the prompt merged into the first step, and in a batch."""
+    features = known_features(ModelDrafter.signals | TARGET_SIGNALS.keys())
     texts = [prompt.text for prompt in small_prompts[:4]]
     for way in ("alone", "merged", "batch"):
         with StepLogWriter(tmp_path / way) as log:
             decoder = SpeculativeDecoder(*small_pair, policy, merge_prefill=way == "merged", logs=[log])
             done = decoder.generate_batch(texts, 16) if way == "batch" else [decoder.generate(t, 16) for t in texts]
         ids = [decoder.tokens_of(text) for text in texts]
-        afterwards = log_steps(
-            {f"x/{name_sequence(of)}": (len(of), text) for of, text in zip(ids, done, strict=True)}, "fp32"
-        )
+        rows = []
+        for of, text in zip(ids, done, strict=True):
+            made = StepRows(f"x/{name_sequence(of)}", len(of), "fp32", features, policy.kind)
+            rows += [made.row(step) for step in text.steps]
+        afterwards = StepLog.from_columns(columns_of(rows), {})
         written = StepLog.load(tmp_path / way)
         first = written.step == 0
         assert np.isnan(written.seconds[first]).all() == (way == "merged") and (written.seconds[~first] > 0).all()
@@ -115,22 +125,10 @@ def test_what_is_written_as_it_happens_is_what_is_logged_afterwards(policy, smal
                 np.testing.assert_array_equal(found[prompt][name], values, err_msg=name)
 
 
-def test_of_no_text_there_is_no_log():
-    with pytest.raises(SpecKVError, match="there is no text to log"):
-        log_steps({}, "fp32")
-
-
-def test_a_drafter_without_signals(small_pair, small_prompts):
-    log = log_steps(decoded(small_pair, make_policy("fixed:gamma=3"), small_prompts[:3], PromptLookup()), "fp32")
+def test_a_drafter_without_signals(small_pair, small_prompts, tmp_path):
+    log = log_of(tmp_path, small_pair, make_policy("fixed:gamma=3"), small_prompts[:3], PromptLookup())
     assert "target_entropy" in log.signals and "last_mean_top1" not in log.signals
     assert log.gamma.max() > 0
-
-
-def test_a_decoder_that_recorded_none(small_pair, small_prompts):
-    decoder = SpeculativeDecoder(*small_pair, make_policy("none"))
-    log = log_steps({"a": (5, decoder.generate(small_prompts[0].text, 6))}, "fp32")
-    assert set(log.signals) == {"position", "context_length", "is_first", "last_gamma", "last_accepted",
-                                "running_acceptance", "batch_size", CHOSEN}  # fmt: skip
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 
 from speckv.compression import COMPRESSIONS
 from speckv.errors import SpecKVError
-from speckv.exporters.llamacpp import LlamaCppExporter
+from speckv.exporters.llamacpp import LlamaCppExporter, LlamaCppPythonExporter
 from speckv.exporters.settings import Setting, SettingsPolicy
 from speckv.exporting import export, fidelity
 from speckv.plugins import make_policy
@@ -39,6 +39,9 @@ def test_one_command_line_for_each_compression(tmp_path):
     export(LlamaCppExporter(), policy, tmp_path / "out", make_rollouts(), make_costs())
     lines = (tmp_path / "out" / "commands.txt").read_text().splitlines()
     assert lines[0] == "fp32: llama-server --model TARGET.gguf"
+    settings = json.loads((tmp_path / "out" / "settings.json").read_text())["settings"]
+    assert settings["fp32"] == {"draft_model": None}, "an n_max of 0 ends the server"
+    assert settings["int8"] == {"n_max": 4, "n_min": 0, "p_min": 0.0}
     assert lines[3] == (
         "int8: llama-server --model TARGET.gguf --spec-draft-model DRAFT.gguf --spec-type draft-simple "
         "--spec-draft-n-max 4 --spec-draft-n-min 0 --spec-draft-p-min 0.0"
@@ -82,6 +85,24 @@ def test_drafts_that_would_be_thrown_away_are_refused(tmp_path):
                 exporter.load(tmp_path / "out")
         else:
             assert exporter.read(tmp_path / "out")["bf16"] == Setting(4)
+
+
+def test_an_n_max_of_0_is_refused(tmp_path):
+    exporter = LlamaCppExporter()
+    exporter.export(make_policy("fixed:gamma=4"), tmp_path)
+    value = json.loads((tmp_path / "settings.json").read_text())
+    value["settings"]["bf16"]["n_max"] = 0
+    (tmp_path / "settings.json").write_text(json.dumps(value))
+    with pytest.raises(SpecKVError, match=r'an n_max of 0 ends the server; no speculation is \{"draft_model": null\}'):
+        exporter.load(tmp_path)
+
+
+def test_llama_cpp_python_is_given_what_it_can_show():
+    exporter = LlamaCppPythonExporter()
+    assert exporter.verdict(make_policy("mlp"))[0] == "exactly"
+    assert (
+        "target_entropy, target_margin, which llama-cpp-python 0.3.36 can't" in exporter.verdict(make_policy("ppo"))[1]
+    )
 
 
 THREADS = 1

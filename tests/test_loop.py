@@ -1,5 +1,6 @@
 """The loop: a decoder logs, the log ranks policies and trains one, and that one goes back to the decoder."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -11,12 +12,12 @@ from speckv import SpecKVError
 from speckv.cli import main
 from speckv.compression import COMPRESSIONS
 from speckv.evaluation import to_steps
-from speckv.evaluation.ranking import rank, split_by_prompt, throughput_by_compression
+from speckv.evaluation.ranking import RANKED_BY, prompt_of, rank, split_by_prompt, throughput_by_compression
 from speckv.exporters.bundle import BundleExporter
 from speckv.live.generation import Speculate
 from speckv.plugins import make_policy
 from speckv.replaying import replay
-from speckv.saving import load_policy
+from speckv.saving import load_policy, save_policy
 from speckv.steplog_writer import StepLogWriter
 from speckv.steplogs import StepLog, is_step_log
 
@@ -63,9 +64,11 @@ def test_once_round(small_pair, small_prompts, small_dataset, small_traces, smal
         for prompt, text in zip(small_prompts, plain, strict=True):
             assert torch.equal(generate(prompt, custom_generate=speculate), text)
     run("traces", "import", tmp_path / "log", "--importer", "speckv", "--out", tmp_path / "log.parquet")
-    table = run("compare", "--traces", tmp_path / "log.parquet", "--policy", "mlp-throughput:gammas=[0,1,2,4]",
-                "--policy", "hysteresis", "--policy", "hazard", "--costs", costs_file)  # fmt: skip
+    specs = ["mlp-throughput:gammas=[0,1,2,4]", "hysteresis:policy=heuristic:start=2", "hazard"]
+    table = run("compare", "--traces", tmp_path / "log.parquet", "--costs", costs_file,
+                *(part for spec in specs for part in ("--policy", spec)))  # fmt: skip
     assert "held out from fitting" in table and "left out: hazard: does not decide before the step" in table
+    assert "│ hysteresis:policy=heuristic:start=2 " in table
     said = run("train", "mlp-throughput:gammas=[0,1,2,4]", "--from", tmp_path / "log.parquet", "--costs", costs_file,
                "--out", tmp_path / "trained")  # fmt: skip
     assert "against the best fixed gamma" in said
@@ -117,7 +120,8 @@ def test_what_the_predictor_learns_from_each_step():
     first = inputs[(inputs[:, 0] == 0) & (inputs[:, -1] == 2)][0]
     assert first.tolist() == [0.0, 1.0, 2.0, 3.0, float(FP32), 2.0]  # in the order in which it reads them
     unknown = steps_of([4, 4], [4, 0], compression=np.array(["fp32", ""]))
-    assert len(make_policy("mlp:gammas=[4]")._logged_records(unknown, seed=0)[1]) == 1
+    with pytest.raises(SpecKVError, match=r"the log does not say of every step; import it again"):
+        make_policy("mlp:gammas=[4]")._logged_records(unknown, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -136,18 +140,96 @@ def test_prompts_are_held_out_whole(explored):
     assert len(learned) + len(held_out) == len(explored)
     assert not set(learned.sequence.tolist()) & set(held_out.sequence.tolist())
     assert len(set(held_out.sequence.tolist())) == 4
-    names = np.array(["run1/abc 01", "run2/abc 02", "run1/def 03", "run1/def 03"])
+    names = np.array(
+        [f"run{run}/{prompt * 12} 0123456{run}" for run, prompt in [(1, "a"), (2, "a"), (1, "b"), (1, "b")]]
+    )
     parts = split_by_prompt(steps_of([1, 1, 1, 1], [0, 0, 0, 0], sequence=names), 5)
-    assert {tuple(sorted({name[5:8] for name in part.sequence.tolist()})) for part in parts} == {("abc",), ("def",)}
-    with pytest.raises(SpecKVError, match="the log holds 1 prompts: too few"):
+    assert {tuple(sorted({name[5] for name in part.sequence.tolist()})) for part in parts} == {("a",), ("b",)}
+    with pytest.raises(SpecKVError, match="the log holds 1 prompt: too few"):
         split_by_prompt(steps_of([1], [0]), 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "prompts"),
+    [
+        (["p1 at fp32", "p1 at nf4", "p2 at fp32"], 2),  # a replay's
+        (["p1 at home", "p1 at work"], 2),  # no compression
+        (["aaaaaaaaaaaa 01234567", "run/aaaaaaaaaaaa 76543210", "bbbbbbbbbbbb 01234567"], 2),  # an adapter's
+        (["user 0", "user 1", "user 2"], 3),  # a host's
+        (["run1/0", "run2/0"], 2),  # of a host that numbers its requests anew in each run
+    ],
+)
+def test_which_sequences_are_of_one_prompt(names, prompts):
+    assert len({prompt_of(name) for name in names}) == prompts
+
+
+@pytest.mark.filterwarnings("ignore::speckv.errors.SpecKVWarning")
+def test_a_policy_is_judged_on_texts_that_it_was_not_trained_on(explored, costs_file, tmp_path):
+    """`train --from` holds out a share of the log's prompts: a ranking on that very log takes those."""
+    log = tmp_path / "log.parquet"
+    explored.save(log)
+    train = ["train", "best-fixed", "--from", log, "--costs", costs_file]
+    run(*train, "--folds", 3, "--out", tmp_path / "3")
+    run(*train, "--folds", 1, "--out", tmp_path / "1")
+    logged = set(json.loads((tmp_path / "3" / "training.json").read_text())["logged"])
+    said = run("compare", "--traces", log, "--costs", costs_file, "--policy", tmp_path / "3")
+    steps = int((~np.isin(explored.sequence, sorted(logged))).sum())
+    assert f"{steps} steps of 4 sequences, held out from fitting" in said.replace("\n", " ")
+    save_policy(load_policy(tmp_path / "1"), tmp_path / "untold")
+    said = run("compare", "--traces", log, "--costs", costs_file, "--policy", tmp_path / "untold")
+    assert "untold: does not say what it was fitted to" in said.replace("\n", "") and "held out" not in said
+    command = ["--costs", costs_file, "--policy", str(tmp_path / "1")]
+    refused = CliRunner().invoke(main, ["compare", "--traces", str(log), *command])
+    assert refused.exit_code == 2 and "was fitted to all texts of the log" in refused.output, refused.output
+    warned = run("evaluate", log, *command)
+    assert "best-fixed was fitted to prompts of the log" in warned
+    assert "was fitted" not in run("evaluate", log, "--costs", costs_file, "--policy", "none")
+
+
+@pytest.mark.filterwarnings("ignore::speckv.errors.SpecKVWarning")
+def test_wrappers_pass_a_log_on(explored, small_costs):
+    """To a policy that learns from it, and around one that learns nothing, there is nothing to pass."""
+    around = ["hysteresis:policy=heuristic:start=2", "off-switch:policy=fixed:gamma=2"]
+    specs = [*around, "hysteresis:policy=best-fixed", "hysteresis:policy=hazard", "best-fixed"]
+    (ranking,), left_out = rank([make_policy(spec) for spec in specs], explored, small_costs)
+    ranked = {evaluation.policy: evaluation.of(RANKED_BY).throughput for evaluation in ranking.evaluations}
+    assert ranked.keys() == set(specs) - {"hysteresis:policy=hazard"}, left_out
+    assert ranked["hysteresis:policy=best-fixed"] == pytest.approx(ranked["best-fixed"])
+    alone = make_policy("off-switch").fit_steps(explored, small_costs).fitted["off-switch.plain_seconds"][FP32]
+    context = int(np.median(explored.signals["context_length"]))
+    assert alone == pytest.approx(1 / small_costs.plain_rate("fp32", context))
+
+
+def test_a_log_that_does_not_say_its_context(explored, small_costs):
+    unknown = dict.fromkeys(["context_length"], np.full(len(explored), np.nan))
+    bare = dataclasses.replace(explored, signals=explored.signals | unknown)
+    less = {name: values for name, values in explored.signals.items() if name != "context_length"}
+    same = dataclasses.replace(explored, signals=less)
+    fitted = [make_policy("mlp:gammas=[1,2,4]").fit_steps(log, small_costs).fitted["seconds"] for log in (bare, same)]
+    assert np.array_equal(*fitted)
+
+
+def test_a_saved_policy_explores(explored, small_traces, small_costs, tmp_path):
+    """As it was trained, and without a recording: so the next log comes of the last one."""
+    save_policy(make_policy("best-fixed").fit_steps(explored, small_costs), tmp_path / "better")
+    player = make_policy(f"explore:policy={tmp_path / 'better'},epsilon=0.5,largest=4")
+    inside = load_policy(tmp_path / "better")
+    log = to_steps(player, small_traces, small_costs)
+    alone = replay(inside, small_traces, small_costs).chosen.max()
+    assert log.propensity is not None and 0.4 < (log.signals["chosen"] == alone).mean() < 0.8
+    assert set(log.propensity.round(6)) == {0.1, 0.6}
+    save_policy(player.forget(), tmp_path / "exploring")
+    assert load_policy(tmp_path / "exploring").fitted.keys() == player.fitted.keys()
+    for play in (lambda policy: policy.fit(small_traces, small_costs), lambda policy: policy.fit_steps(None, None)):
+        kept = play(make_policy(f"explore:policy={tmp_path / 'better'}"))
+        assert np.array_equal(kept.fitted["gamma"], inside.fitted["gamma"])
 
 
 @pytest.mark.filterwarnings("ignore::speckv.errors.SpecKVWarning")
 def test_what_a_log_cannot_judge_is_left_out_with_the_reason(explored, small_costs):
     specs = ["fixed:gamma=2", "none", "hazard", "oracle", "ucb1", "best-fixed", "fixed:gamma=9"]
     (ranking,), left_out = rank([make_policy(spec) for spec in specs], explored, small_costs)
-    reached = [evaluation.of("hazard").throughput for evaluation in ranking.evaluations]
+    reached = [evaluation.of(RANKED_BY).throughput for evaluation in ranking.evaluations]
     assert reached == sorted(reached, reverse=True) and ranking.held_out and ranking.compression == "fp32"
     assert {evaluation.policy for evaluation in ranking.evaluations} == {"fixed-2", "none", "best-fixed"}
     reasons = {name: reason for reason, names in left_out.items() for name in names}
@@ -160,6 +242,9 @@ def test_what_a_log_cannot_judge_is_left_out_with_the_reason(explored, small_cos
 def test_commands_refuse_what_a_log_cannot_give(explored, costs_file, tmp_path):
     explored.save(tmp_path / "log.parquet")
     steps_of([4, 2], [1, 1]).save(tmp_path / "bare.parquet")
+    stored = np.append(explored.compression[:-1], "")
+    dataclasses.replace(explored, compression=stored).save(tmp_path / "gap.parquet")
+    (tmp_path / "empty").mkdir()
     log, out = str(tmp_path / "log.parquet"), str(tmp_path / "out")
     refused = {
         (
@@ -169,7 +254,7 @@ def test_commands_refuse_what_a_log_cannot_give(explored, costs_file, tmp_path):
             log,
             "--out",
             out,
-        ): "not from step logs; give it one with --traces, or train one of best-fixed, forest, mlp, mlp-throughput",
+        ): "give it one with --traces, or train one of best-fixed, forest, hysteresis, mlp, mlp-throughput, off-switch",
         (
             "train",
             "mlp",
@@ -177,8 +262,30 @@ def test_commands_refuse_what_a_log_cannot_give(explored, costs_file, tmp_path):
             log,
             "--out",
             out,
-        ): "no step of the log with signals and compression drafted 6 tokens",
-        ("train", "mlp", "--from", log, "--traces", log, "--out", out): "give one of --traces and --from",
+        ): "no step of the log with signals drafted 6 tokens",
+        (
+            "train",
+            "mlp",
+            "--from",
+            log,
+            "--traces",
+            str(tmp_path / "empty"),
+            "--out",
+            out,
+        ): "give one of --traces and --from",
+        ("train", "mlp", "--traces", log, "--out", out): "is no recording; if it is a step log, `speckv train --from`",
+        ("tune", "hazard", "--grid", "regularisation=1;2", "--traces", log): "is no recording; if it is a step log",
+        ("compare", "--traces", str(tmp_path / "empty")): "nor a step log; name another",
+        (
+            "train",
+            "mlp-throughput:gammas=[0,1,2,4]",
+            "--from",
+            str(tmp_path / "gap.parquet"),
+            "--costs",
+            costs_file,
+            "--out",
+            out,
+        ): "the log does not say of every step; import it again",
         ("train", "best-fixed", "--from", str(tmp_path / "none"), "--out", out): "none: not a readable Parquet file",
         ("train", "best-fixed", "--from", str(tmp_path / "bare.parquet"), "--out", out): "has no seconds",
         ("compare", "--traces", log, "--batch-size", "2"): "is ranked without --batch-size",
@@ -199,6 +306,8 @@ def test_what_was_trained_says_on_what(explored, costs_file, tmp_path):
     about = json.loads((tmp_path / "trained" / "training.json").read_text())
     assert about["log"] == explored.provenance and len(about["logged"]) == 12
     assert load_policy(tmp_path / "trained").fitted["gamma"][FP32] > 0
+    said = run(*command[:-2], "--folds", 3, "--out", tmp_path / "beside itself")
+    assert "held-out texts" in said and "against" not in said
 
 
 def test_what_is_a_step_log(explored, small_dataset, tmp_path):

@@ -1,5 +1,7 @@
 """Counters under vLLM's names, as Prometheus scrapes them while a decoder runs."""
 
+import sys
+import threading
 import urllib.request
 
 import prometheus_client
@@ -7,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from speckv import SpecKVError, SpeculativeDecoder
-from speckv.live.generation import Speculate
+from speckv.live.generation import Speculate, candidates
 from speckv.metrics import SpeculationMetrics
 from speckv.steplog_writer import StepLogWriter
 from speckv.steplogs import StepLog
@@ -61,6 +63,41 @@ def test_a_scraped_decoder_counts_what_it_logs(tmp_path):
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def test_threads_count_in_the_same_places():
+    """A place that two threads see for the first time at once is one place."""
+    registry, interval = prometheus_client.CollectorRegistry(), sys.getswitchinterval()
+    metrics, together = SpeculationMetrics("tiny", registry=registry), threading.Barrier(8)
+
+    def count():
+        together.wait()
+        metrics.write(gamma=500, accepted=500)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=count) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    name, labels = "vllm:spec_decode_num_accepted_tokens_per_pos_total", {"model_name": "tiny", "engine": "0"}
+    counts = [registry.get_sample_value(name, labels | {"position": str(place)}) for place in range(500)]
+    assert counts == [8] * 500
+
+
+def test_metrics_alone_take_no_signals():
+    """They count tokens; what a step log holds beside those has its price."""
+    target, draft = pair_with("full")
+    metrics = SpeculationMetrics("tiny", registry=prometheus_client.CollectorRegistry())
+    decoder = SpeculativeDecoder(target, draft, Drawn([3, 0, 5, 1]), logs=[metrics])
+    assert not any(step.signals for step in decoder.generate("Hello there", 20).steps)
+    ids = target.tokenizer("What is 2 + 3?", return_tensors="pt")["input_ids"]
+    with candidates(target.model, Drawn([3]), logs=[metrics]) as texts:
+        target.model.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=draft.model)
+    assert texts[0] and not any(step.signals for step in texts[0])
 
 
 def test_a_registry_has_each_name_once():

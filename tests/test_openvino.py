@@ -42,10 +42,9 @@ def test_a_request_takes_one_of_two_parameters(setting):
         assert exporter.from_native(exporter.to_native(candidate)) == candidate
 
 
-@pytest.mark.parametrize("setting", [Setting(8, 0.4), Setting(LONGEST, 0.4, least=2)])
-def test_no_cap_stands_beside_a_threshold(setting):
+def test_no_cap_stands_beside_a_threshold():
     with pytest.raises(SpecKVError, match="limits no draft by its length where there is a threshold"):
-        OpenVinoExporter().to_native(setting)
+        OpenVinoExporter().to_native(Setting(8, 0.4))
 
 
 def test_parameters_that_contradict_each_other_are_refused(tmp_path):
@@ -79,7 +78,8 @@ def told(tokens: list[int]) -> SimpleNamespace:
 def test_the_steps_of_a_request():
     steps = list(steps_of(told([1, 3, 1, 4, 1]), num_assistant_tokens=3, max_new_tokens=10))
     assert [(step["gamma"], step["accepted"]) for step in steps] == [(0, 0), (3, 2), (3, 0), (3, 3), (0, 0)]
-    assert [step["step"] for step in steps] == [0, 1, 2, 3, 4] and steps[0]["seconds"] == 0.02
+    assert [step["step"] for step in steps] == [0, 1, 2, 3, 4]
+    assert [step["seconds"] for step in steps] == [None, 0.02, 0.02, 0.02, 0.02]  # not those of reading the prompt
     ended = list(steps_of(told([1, 3, 2]), num_assistant_tokens=3, max_new_tokens=10))
     assert [(step["gamma"], step["accepted"]) for step in ended] == [(0, 0), (3, 2)]
 
@@ -214,7 +214,7 @@ def test_it_drafts_as_the_replay_says(setting, pipeline, recording, tmp_path):
                 log.write(sequence="area", compression="bf16", **step)
         read = StepLog.load(tmp_path / "log")
         assert read.accepted.tolist() == [0, *predicted.accepted]
-        assert read.seconds.sum() <= metrics.get_generate_duration().mean / 1000
+        assert np.nansum(read.seconds) <= metrics.get_generate_duration().mean / 1000
 
 
 @pytest.mark.real_model

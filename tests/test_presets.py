@@ -84,12 +84,15 @@ def test_the_script_finds_the_presets_that_are_there(script):
         assert [grid for option, grid in itertools.pairwise(words) if option == "--grid"] == list(grids)
 
 
-def test_the_page_shows_them(script, traces):
+def test_the_page_shows_them(script, traces, monkeypatch):
     page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
     shown = {cells[1].strip(" `"): cells for cells in (line.split("|") for line in page.splitlines()) if len(cells) > 6}
     for name in PRESETS:
         assert shown[name][2].strip() == (script.changed(name) or "as it is")
-    row = script.judge("survival-budget", traces, load_costs("epyc-float32"))
+    costs = load_costs("epyc-float32")
+    # The page's decision times were measured; a test must not hang on how busy its machine is.
+    monkeypatch.setattr(script, "measure_controller", lambda policy, *_: costs.controller[policy.name])
+    row = script.judge("survival-budget", traces, costs)
     assert float(shown["survival-budget"][4].split("%")[0]) == pytest.approx(100 * row.gain, abs=0.2)
 
 

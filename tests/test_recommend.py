@@ -162,6 +162,22 @@ def test_on_the_command_line(place):
     assert row["paste"].startswith("draft.generation_config.update(num_assistant_tokens=")
     assert row["policy"] == "svip" and f"{100 * row['on_top']['gain']:+.1f} %" in done.stdout
     assert value["about"]["prompts"] == 6 and "ask about assisted-threshold" in done.stdout
+    assert "Chosen among 9 settings and 1 policy;" in done.stdout
+    assert "speckv export POLICY --to assisted --approximate" in done.stdout
+    asked[1] = "assisted"  # the exporter's own name
+    assert json.loads(run(place, *asked, "--json").stdout) == value
+
+
+def test_no_policy_is_on_top_where_nothing_plays_it(place):
+    done = run(place, "--decoder", "openvino", "--folds", "2")
+    assert done.exit_code == 0 and "policy on top" not in done.stdout and "judge" in done.stdout
+    assert "nothing plays policies inside this decoder" in done.stdout
+
+
+def test_a_host_plays_only_what_it_can_hold(place):
+    value = json.loads(run(place, "--decoder", "llamacpp", "--json", "--folds", "2").stdout)
+    assert {"mlp", "confidence"} <= set(value["about"]["policies"])
+    assert not {"hazard", "ppo"} & set(value["about"]["policies"])
 
 
 def test_by_default_all_portable_policies_join(place):
@@ -182,6 +198,12 @@ def test_the_help_lists_the_decoders():
         (["--decoder", "transformer"], "decoder 'transformer' is unknown; did you mean 'transformers'?"),
         (["--decoder", "transformers", "--compression", "int8"], "no sequences at 'int8'; they hold bf16, nf4"),
         (["--decoder", "transformers", "--policy", "oracle"], "is a bound that knows the future"),
+        (["--decoder", "openvino", "--policy", "svip"], "nothing plays policies inside OpenVINO GenAI 2026.4; leave"),
+        (
+            ["--decoder", "vllm", "--policy", "ucb1"],
+            "'ucb1' can't be played by vLLM 0.32 with the plugin speckv-vllm: it",
+        ),
+        (["--decoder", "llamacpp", "--policy", "hazard"], "which llama-cpp-python 0.3.36 can't show"),
         (["--decoder", "transformers", "--batch-size", "2"], "was measured for batches of 1, not of 2"),
         (["--decoder", "transformers", "--folds", "7"], "hold 6 prompts, too few for 7 folds"),
     ],

@@ -65,11 +65,12 @@ def test_what_was_written_is_read(tmp_path_factory, rows, rows_per_file):
 
 @pytest.mark.parametrize(
     "wrong", [{"sequence": ""}, {"step": -1}, {"gamma": 1}, {"accepted": -1}, {"seconds": 0.0}, {"seconds": np.inf},
-              {"propensity": 0.0}, {"propensity": 1.1}, {"compression": "nf3"}],
+              {"propensity": 0.0}, {"propensity": 1.1}, {"compression": "nf3"}, {"gamma": 2.7}, {"step": 1.0},
+              {"seconds": "long"}, {"position": "high"}],
 )  # fmt: skip
 def test_a_step_that_cannot_be(tmp_path, wrong):
     with StepLogWriter(tmp_path) as log:
-        with pytest.raises(SpecKVError, match=r"step -?[01] of sequence .* can't be"):
+        with pytest.raises(SpecKVError, match=r"step -?[01](\.0)? of sequence .* can't be"):
             log.write(**{"sequence": "a", "step": 1, "gamma": 2, "accepted": 2} | wrong)
         add(log, 3)
     assert len(StepLog.load(tmp_path)) == 3
@@ -135,16 +136,59 @@ def test_what_a_killed_writer_left_half_written_is_no_part(tmp_path):
 
 
 def test_a_step_waits_for_no_file(tmp_path):
-    """The last step before a file takes as long as any other: a thread writes it."""
-    with StepLogWriter(tmp_path, rows_per_file=20_000) as log:
-        add(log, 19_999)
-        start = time.perf_counter()
-        add(log, 1, first=19_999)
-        seconds = time.perf_counter() - start
-        start = time.perf_counter()
-        log.flush()
-        assert seconds < (time.perf_counter() - start) / 2
-    assert len(StepLog.load(tmp_path)) == 20_000
+    """Whatever a file takes to be saved, steps are taken in meanwhile."""
+    with StepLogWriter(tmp_path, rows_per_file=10) as log:
+        steps = threading.Thread(target=add, args=(log, 25), daemon=True)
+        with log._saving:
+            steps.start()
+            steps.join(30)
+            assert not steps.is_alive() and not list(tmp_path.iterdir())
+    assert len(StepLog.load(tmp_path)) == 25
+
+
+FORKS = """
+import os, sys
+from speckv.steplog_writer import StepLogWriter
+log = StepLogWriter(sys.argv[1], rows_per_file=10)
+def add(sequence, steps):
+    for step in steps:
+        log.write(sequence=sequence, step=step, gamma=4, accepted=1)
+add("parent", range(15))
+child = os.fork()
+if child:
+    add("parent", range(15, 40))
+    sys.exit(os.waitpid(child, 0)[1])
+add("child", range(40))
+"""
+
+
+def test_a_process_forks(tmp_path):
+    """Each half goes on for itself: no file is overwritten, and no step of the one is in the other's."""
+    subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], check=True, timeout=60)
+    log = StepLog.load(tmp_path)
+    runs, names = np.array([name.split("/") for name in log.sequence.tolist()]).T
+    for name in ("parent", "child"):
+        assert sorted(log.step[names == name].tolist()) == list(range(40)) and len(set(runs[names == name])) == 1
+    assert len(set(runs)) == 2
+
+
+def test_a_file_that_fails_takes_no_other_with_it(tmp_path):
+    """A name that is no text can't be saved. The steps of the other files are, and the thread goes on."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with StepLogWriter(tmp_path, rows_per_file=10) as log:
+            with log._saving:
+                add(log, 9)
+                add(log, 1, sequence="\udc80")
+                add(log, 20, first=9)
+            for _ in range(200):
+                if caught:
+                    break
+                time.sleep(0.05)
+            assert len(list(tmp_path.glob("*.parquet"))) == 2, "what is behind the file that failed"
+            add(log, 5, first=29)
+    assert StepLog.load(tmp_path).step.tolist() == list(range(9, 34))
+    assert [w.category for w in caught] == [SpecKVWarning] and "steps were lost" in str(caught[0].message)
 
 
 def test_a_folder_that_vanished_costs_steps_and_no_decode(tmp_path):
@@ -170,6 +214,13 @@ def test_what_is_refused(tmp_path):
         StepLogWriter(tmp_path / "file")
     with pytest.raises(SpecKVError, match="a file of 0 rows"):
         StepLogWriter(tmp_path, rows_per_file=0)
+    for wrong in (object(), float("nan")):
+        with pytest.raises(SpecKVError, match="provenance can't be kept as JSON"):
+            StepLogWriter(tmp_path, provenance={"by": wrong})
+    (tmp_path / "recording").mkdir()
+    (tmp_path / "recording" / "manifest.json").write_text("{}")
+    with pytest.raises(SpecKVError, match="recording: holds a recording"):
+        StepLogWriter(tmp_path / "recording")
     log = StepLogWriter(tmp_path / "closed")
     log.close()
     with pytest.raises(SpecKVError, match="this log was closed"):

@@ -189,3 +189,9 @@ def test_a_preset_is_not_overwritten(dataset, tmp_path):
     out.write_text("precious")
     done = tune(dataset, tmp_path, "confidence", "--grid", "threshold=0.1;0.9", "--out", str(out))
     assert done.exit_code == 2 and "preset.json: exists already" in done.output and out.read_text() == "precious"
+
+
+def test_a_preset_goes_where_every_command_finds_it(dataset, tmp_path):
+    """NAME@FILE ends at the first colon."""
+    done = tune(dataset, tmp_path, "confidence", "--grid", "threshold=0.1;0.9", "--out", str(tmp_path / "a:b.json"))
+    assert done.exit_code == 2 and "a:b.json: has a colon" in done.output and done.output.count("\n") == 1

@@ -1,6 +1,7 @@
 """Policies made of others: a bandit over stop rules, and wrappers around any policy."""
 
 import functools
+import pathlib
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -10,10 +11,13 @@ import numpy.typing as npt
 from speckv import CostModel, Features, Memory, Outcome, Policy, Rollouts, State
 from speckv.compression import COMPRESSIONS
 from speckv.errors import SpecKVError
+from speckv.evaluation.ranking import usual_context, usual_costs
 from speckv.features import BoolArray, FloatArray, IntArray
 from speckv.plugins import make_policy
 from speckv.policy import select_rows
-from speckv.tuning import step_seconds
+from speckv.saving import load_policy
+from speckv.steplogs import StepLog
+from speckv.tuning import forward_seconds, step_seconds
 from speckv_policies.parameters import check_count, check_range
 
 #: Stop rules without parameters: whether to draft on behind a token.
@@ -137,16 +141,41 @@ class _Wrapper(Policy):
 
     def overrides(self, method: str) -> bool:
         inside = self.inner.overrides(method)
+        if method == "fit_steps":
+            return inside or not self._inner_learns
         return inside or (method not in ("draw_token", "keep_drafting", "new_memory") and super().overrides(method))
 
+    @property
+    def _inner_learns(self) -> bool:
+        return type(self.inner).fit is not Policy.fit
+
     def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
+        self._check_inner()
         self.inner.fit(traces, costs, seed)
-        self.fitted = self.inner.fitted | self._own_fitted(traces, costs)
-        self.memory = self.inner.memory
+        return self._take(step_seconds(costs, traces)[1][:, 1] + costs.overhead)
+
+    def fit_steps(self, log: StepLog, costs: CostModel, seed: int = 0) -> Self:
+        self._check_inner()
+        if self._inner_learns:
+            self.inner.fit_steps(log, costs, seed)
+        costs = usual_costs(log, costs)
+        return self._take(forward_seconds(costs, usual_context(log), 0)[1][:, 1] + costs.overhead)
+
+    def _check_inner(self) -> None:
+        """Raise SpecKVError if this can't be played around the policy inside."""
+
+    def _take(self, plain_seconds: FloatArray) -> Self:
+        """Take over what the policy inside has learned."""
+        self.fitted = self.inner.fitted | self._own_fitted(plain_seconds)
+        self.memory = self.new_memory() | self.inner.memory
         return self
 
-    def _own_fitted(self, traces: Rollouts, costs: CostModel) -> dict[str, npt.NDArray[Any]]:
-        """What the wrapper itself learns; its names must differ from those of any policy inside."""
+    def _own_fitted(self, plain_seconds: FloatArray) -> dict[str, npt.NDArray[Any]]:
+        """What the wrapper itself learns; its names must differ from those of any policy inside.
+
+        Args:
+            plain_seconds: of a step without a draft, (number of known compressions,).
+        """
         return {f"{self.name}.fitted": np.array(1)}
 
     def new_memory(self) -> Memory:
@@ -193,10 +222,9 @@ class Hysteresis(_Wrapper):
         check_count(1, dwell=dwell, margin=margin)
         self.dwell, self.margin = dwell, margin
 
-    def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
+    def _check_inner(self) -> None:
         if not self.inner.overrides("choose_gamma"):
             raise SpecKVError(f"policy {self.policy!r} chooses no gamma that {self.name} could steady; name another")
-        return super().fit(traces, costs, seed)
 
     def new_state(self, rows: int) -> State:
         # As if a gamma had been kept for long enough, so that the first one is taken as it is.
@@ -230,7 +258,8 @@ class Explore(_Wrapper):
     With probability `epsilon` each gamma from 0 to `largest` is equally likely.
 
     Args:
-        policy: as users call it, such as "heuristic:start=3"; it must decide before the step alone.
+        policy: as users call it, such as "heuristic:start=3", or the folder of a saved one, which plays as it is; it
+            must decide before the step alone.
         epsilon: chance of drawing lots, above 0 and at most 1.
         largest: most tokens that are drawn, from 1.
         random_state: seed of the lots.
@@ -249,6 +278,18 @@ class Explore(_Wrapper):
         check_range(1e-9, 1, epsilon=epsilon)
         check_count(1, largest=largest)
         self.epsilon, self.largest, self.random_state = epsilon, largest, random_state
+        if self._saved:  # there is nothing left to fit
+            self._check_inner()
+            self._take(np.zeros(len(COMPRESSIONS)))
+
+    @property
+    def _saved(self) -> bool:
+        # The default is a name, whatever lies in the folder at hand: it is made while policies are being registered.
+        return self.policy != "heuristic" and (pathlib.Path(self.policy) / "policy.json").exists()
+
+    @functools.cached_property
+    def inner(self) -> Policy:
+        return load_policy(self.policy) if self._saved else make_policy(self.policy)
 
     @property
     def required_gamma(self) -> int:
@@ -258,14 +299,17 @@ class Explore(_Wrapper):
         return method == "new_memory" or super().overrides(method)
 
     def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
+        return self if self._saved else super().fit(traces, costs, seed)
+
+    def fit_steps(self, log: StepLog, costs: CostModel, seed: int = 0) -> Self:
+        return self if self._saved else super().fit_steps(log, costs, seed)
+
+    def _check_inner(self) -> None:
         if self.inner.kind != "before":
             raise SpecKVError(
                 f"policy {self.policy!r} stops inside the draft, so that the chance of what {self.name} would play "
                 "can't be known; name one that decides before the step"
             )
-        super().fit(traces, costs, seed)
-        self.memory = self.new_memory() | self.inner.memory
-        return self
 
     def new_memory(self) -> Memory:
         return super().new_memory() | {"explore.draws": np.zeros((), dtype=np.int64)}
@@ -320,9 +364,8 @@ class OffSwitch(_Wrapper):
         check_count(1, patience=patience, probe=probe, probe_every=probe_every)
         self.decay, self.patience, self.probe, self.probe_every = decay, patience, probe, probe_every
 
-    def _own_fitted(self, traces: Rollouts, costs: CostModel) -> dict[str, npt.NDArray[Any]]:
-        _, verify = step_seconds(costs, traces)
-        return {"off-switch.plain_seconds": verify[:, 1] + costs.overhead}
+    def _own_fitted(self, plain_seconds: FloatArray) -> dict[str, npt.NDArray[Any]]:
+        return {"off-switch.plain_seconds": plain_seconds}
 
     def new_state(self, rows: int) -> State:
         return super().new_state(rows) | {

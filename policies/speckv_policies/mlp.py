@@ -8,7 +8,7 @@ import numpy.typing as npt
 from speckv import CostModel, Features, Policy, Rollouts, State, replay
 from speckv.compression import COMPRESSIONS
 from speckv.errors import SpecKVError
-from speckv.evaluation.ranking import settle_rate_on_log
+from speckv.evaluation.ranking import settle_rate_on_log, usual_context, usual_costs
 from speckv.features import FloatArray
 from speckv.runtime.models import Inputs, Network
 from speckv.runtime.programs import Choice, Program
@@ -68,18 +68,22 @@ class AcceptancePredictor(Policy):
         """
         if missing := [name for name in SIGNALS[:-1] if name not in log.signals]:
             raise SpecKVError(f"policy {self.label!r} learns from {missing[0]}, which the log has not; log signals")
+        if log.compression is None or (log.compression == "").any():
+            raise SpecKVError(
+                f"policy {self.label!r} learns from the target's compression, which the log does not say of every "
+                "step; import it again with that"
+            )
         known = np.column_stack([log.signals[name] for name in SIGNALS[:-1]])
-        stored = np.full(len(log), "") if log.compression is None else log.compression
-        whole = (stored != "") & ~np.isnan(known).any(axis=1)
+        whole = ~np.isnan(known).any(axis=1)
         inputs, rates = [], []
         for gamma in filter(None, self.gammas):
             rows = whole & (log.gamma >= gamma)
             if not rows.any():
                 raise SpecKVError(
                     f"policy {self.label!r} chooses among gammas up to {max(self.gammas)}, and no step of the log with "
-                    f"signals and compression drafted {gamma} tokens; give it smaller gammas, or log with `explore`"
+                    f"signals drafted {gamma} tokens; give it smaller gammas, or log with `explore`"
                 )
-            code = np.array([list(COMPRESSIONS).index(name) for name in stored[rows].tolist()], dtype=float)
+            code = np.array([list(COMPRESSIONS).index(name) for name in log.compression[rows].tolist()], dtype=float)
             inputs.append(np.column_stack([known[rows], code, np.full(rows.sum(), float(gamma))]))
             rates.append(np.minimum(log.accepted[rows], gamma) / gamma)
         x, y = np.concatenate(inputs), np.concatenate(rates)
@@ -129,8 +133,7 @@ class Mlp(AcceptancePredictor):
         return self
 
     def fit_steps(self, log: StepLog, costs: CostModel, seed: int = 0) -> Self:
-        context = log.signals.get("context_length", np.full(1, 256.0))
-        seconds = forward_seconds(costs, int(np.nanmedian(context)), max(self.gammas))
+        seconds = forward_seconds(usual_costs(log, costs), usual_context(log), max(self.gammas))
         self._learn(*self._logged_records(log, seed), *seconds)
         if self.objective == "throughput":
             settle_rate_on_log(self, log, costs)

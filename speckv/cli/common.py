@@ -17,11 +17,28 @@ if TYPE_CHECKING:
 
     from speckv.policy import Policy
 
+#: Of the tables of estimates from a step log.
+AGREE = "agree: share of the policy's steps at which the log asked for the same gamma"
+
+
+def _recording(context: click.Context, option: click.Parameter, path: pathlib.Path | None) -> pathlib.Path | None:
+    """Refuse a step log, or another file, where a recording is wanted."""
+    from speckv.steplogs import is_step_log
+
+    if path is not None and is_step_log(path):
+        raise SpecKVError(
+            f"{path}: is no recording; if it is a step log, `speckv train --from`, `speckv compare --traces` and "
+            "`speckv evaluate` take it"
+        )
+    return path
+
+
 FOLDER = click.Path(path_type=pathlib.Path, file_okay=False)
 TRACES = click.option(
     "--traces",
     "traces_path",
     type=click.Path(path_type=pathlib.Path),
+    callback=_recording,
     help="Trace folder.  [default: the recording that ships with speckv]",
 )
 COSTS = click.option(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from speckv.cli.common import TRACES, make_console, must_be_new
+from speckv.cli.common import make_console, must_be_new
 from speckv.errors import SpecKVError
 
 if TYPE_CHECKING:
@@ -22,7 +22,12 @@ _IN_A_BATCH = (
 
 
 @click.command()
-@TRACES
+@click.option(
+    "--traces",
+    "traces_path",
+    type=click.Path(path_type=pathlib.Path),
+    help="Trace folder, or a step log: a file or a folder of files.  [default: the recording that ships with speckv]",
+)
 @click.option(
     "--costs",
     "cost_names",
@@ -91,6 +96,10 @@ def compare(
     must_be_new(json_path)
     if traces_path is not None and is_step_log(traces_path):
         return rank_on_log(traces_path, cost_names, policy_specs, seed, json_path)
+    if traces_path is not None and traces_path.is_dir() and not (traces_path / "manifest.json").exists():
+        raise SpecKVError(
+            f"{traces_path}: holds neither a recording (manifest.json: no such file) nor a step log; name another"
+        )
     traces = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
     policies, left_out = _policies(policy_specs, traces.gamma_max, train)
     models = [load_costs(name) for name in cost_names] or shipped_costs()

@@ -104,6 +104,8 @@ def decode(
     from speckv.saving import save_policy
     from speckv.steplog_writer import StepLogWriter
 
+    about = {"source": "speckv decode", "target": target, "draft": draft or drafter_spec, "policy": policy.label}
+    logs = [StepLogWriter(log_folder, provenance=about)] if log_folder else []
     warping = (temperature, top_k, top_p, min_p)
     sampler = Greedy() if sampling == "greedy" else {"rejection": Rejection, "gumbel": Gumbel}[sampling](*warping)
     drafter: LanguageModel | Drafter
@@ -114,8 +116,6 @@ def decode(
     else:
         loaded = LanguageModel.load(target, compression, compute, device)
         drafter = make_drafter(drafter_spec, loaded)
-    about = {"source": "speckv decode", "target": target, "draft": draft or drafter_spec, "policy": policy.label}
-    logs = [StepLogWriter(log_folder, provenance=about)] if log_folder else []
     decoder = SpeculativeDecoder(loaded, drafter, policy, sampler=sampler, gamma_max=gamma_max, costs=costs, logs=logs)
     plain = SpeculativeDecoder(
         loaded, PromptLookup(), make_policy("none"), sampler=sampler, gamma_max=0, record_signals=True
@@ -132,10 +132,10 @@ def decode(
     click.echo()
     speculative = stream.decoded
     click.secho(_summary(speculative, policy.label), dim=True)
-    for log in logs:
-        log.close()
     if save_policy_to:
         save_policy(policy, save_policy_to)
+    for log in logs:
+        log.close()
     if no_speculation:
         alone = plain.generate(text, max_new_tokens, **options)
         seconds, alone_seconds = (run.prefill_seconds + run.seconds for run in (speculative, alone))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from speckv.cli.common import TRACES, make_console, must_be_new
+from speckv.cli.common import AGREE, TRACES, make_console, must_be_new
 from speckv.errors import SpecKVError
 
 if TYPE_CHECKING:
@@ -71,8 +71,9 @@ def evaluate(
     console = make_console()
     for stored in dict.fromkeys(evaluation.compression for evaluation in found):
         console.print(_table([evaluation for evaluation in found if evaluation.compression == stored]))
-    console.print("intervals: 95 %, bootstrap by sequence; agree: share of the policy's steps in which the log did; "
-                  "ESS: what the weighted steps are worth", style="dim")  # fmt: skip
+    console.print(
+        f"intervals: 95 %, bootstrap by sequence; {AGREE}; ESS: what the weighted steps are worth", style="dim"
+    )
     if json_path is not None:
         write_json(json_path, {"log": log.provenance, "evaluations": [evaluation.to_json() for evaluation in found]})
 
@@ -117,7 +118,7 @@ def _policies(
     import warnings
 
     from speckv.errors import SpecKVWarning
-    from speckv.evaluation.recording import shares_prompts
+    from speckv.evaluation.ranking import fitted_to, prompts_of
     from speckv.evaluation.situations import check_evaluable
     from speckv.plugins import make_policy
     from speckv.policy import Policy
@@ -129,15 +130,17 @@ def _policies(
     for spec in specs:
         policy = load_policy(spec) if (pathlib.Path(spec) / "policy.json").exists() else make_policy(spec)
         check_evaluable(policy)
+        known = fitted_to(spec)
         if type(policy).fit is not Policy.fit and not policy.fitted:
             traces = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
             policy.fit(traces, costs or shipped_costs()[0])
-            if shares_prompts(log, traces):
-                warnings.warn(
-                    f"{policy.label} was fitted to prompts of the log, so that it looks better than it is: fit it to "
-                    "others, with `speckv train` or --traces",
-                    SpecKVWarning,
-                    stacklevel=2,
-                )
+            known = set(traces.ids.tolist())
+        if known & set(prompts_of(log).tolist()):
+            warnings.warn(
+                f"{policy.label} was fitted to prompts of the log, so that it looks better than it is: fit it to "
+                "others, with `speckv train` or --traces",
+                SpecKVWarning,
+                stacklevel=2,
+            )
         policies.append(policy)
     return policies

@@ -1,18 +1,21 @@
 """`speckv export`: a policy for the decoder that people run."""
 
+import os
 import pathlib
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from speckv.cli.common import COSTS, FOLDER, TRACES, make_console, must_be_new
+from speckv.errors import SpecKVError
 
 if TYPE_CHECKING:
+    from speckv.policy import Policy
     from speckv.traces import Rollouts
 
 
 @click.command()
-@click.argument("policy_folder", metavar="POLICY", type=FOLDER, required=False)
+@click.argument("policy_spec", metavar="POLICY", required=False)
 @click.option("--to", "exporter_spec", metavar="EXPORTER", help="NAME or NAME:PARAMETER=VALUE,…; see --list.")
 @click.option("--out", type=FOLDER, help="Folder to write; it must not exist.")
 @TRACES
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--list", "listing", is_flag=True, help="List the exporters and what their decoders can show a policy.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def export(
-    policy_folder: pathlib.Path | None,
+    policy_spec: str | None,
     exporter_spec: str | None,
     out: pathlib.Path | None,
     traces_path: pathlib.Path | None,
@@ -32,32 +35,39 @@ def export(
     listing: bool,
     as_json: bool,
 ) -> None:
-    """Write the saved policy in the folder POLICY for a decoder, and replay what was written beside the original.
+    """Write POLICY for a decoder, and replay what was written beside the original.
 
-    What it was trained on by `speckv train` is left out of the traces, unless nothing else is there.
+    POLICY is the folder of a saved policy, or NAME or NAME:PARAMETER=VALUE,… of one that needs no training. What it was
+    trained on by `speckv train` is left out of the traces, unless nothing else is there.
     """
     if listing:
         _list(as_json)
         return
-    if policy_folder is None or exporter_spec is None or out is None:
+    if policy_spec is None or exporter_spec is None or out is None:
         raise click.UsageError("give a saved policy's folder, --to and --out; or --list")
     must_be_new(out)
+    import warnings
+
+    from speckv.errors import SpecKVWarning
     from speckv.exporting import FIDELITY
     from speckv.exporting import export as write
     from speckv.files import read_json
     from speckv.plugins import load_costs, make_exporter
-    from speckv.saving import load_policy
     from speckv.shipped import shipped_costs, shipped_traces
     from speckv.traces import TraceDataset
 
     exporter = make_exporter(exporter_spec)
-    policy = load_policy(policy_folder)
+    policy = _policy(policy_spec)
     traces = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
     costs = shipped_costs()[0] if costs_name is None else load_costs(costs_name)
-    about = policy_folder / "training.json"
+    about = pathlib.Path(policy_spec) / "training.json"
     training = read_json(about, "what a policy was trained on") if about.exists() else None
     traces, held_out = _held_out(traces, training)
-    result = write(exporter, policy, out, traces, costs, approximate, training)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SpecKVWarning)
+        result = write(exporter, policy, out, traces, costs, approximate, training)
+    for warning in caught:
+        click.echo(f"speckv: {warning.message}", err=True)
     stored = (out / FIDELITY).read_text(encoding="utf-8")
     if as_json:
         click.echo(stored, nl=False)
@@ -65,15 +75,35 @@ def export(
     interval = ""
     if result.interval is not None:
         interval = f" (95 %: {result.interval[0]:.3g} to {result.interval[1]:.3g})"
+    of_batch = ""
+    if result.batch_size > 1 or ("batch_size" in exporter.observes and exporter.by_itself):
+        of_batch = f", in batches of {result.batch_size}"
     how = "written"
     if read_json(out / FIDELITY, "the fidelity of an export")["approximated"]:
         how = "fitted to half of the prompts, and written"
     click.echo(
         f"{out}: {how} for {exporter.decoder}; {result.equal_decisions:.2%} of {result.steps} decisions are those of "
         f"{policy.label}, {result.throughput:.3g} tokens/s{interval} against {result.original_throughput:.3g} "
-        f"({result.throughput / result.original_throughput - 1:+.2%}; {result.sequences} sequences{held_out}, costs "
-        f"of {result.costs})"
+        f"({result.throughput / result.original_throughput - 1:+.2%}; {result.sequences} sequences{held_out}"
+        f"{of_batch}, costs of {result.costs})"
     )
+
+
+def _policy(spec: str) -> "Policy":
+    """A saved policy, or where no such file is, one by name that needs no training."""
+    from speckv.plugins import make_policy, registry
+    from speckv.policy import Policy
+    from speckv.saving import load_policy
+
+    name = spec.partition(":")[0]
+    if os.path.exists(spec) or name not in registry().policies:
+        return load_policy(spec)
+    policy = make_policy(spec)
+    if type(policy).fit is not Policy.fit and not policy.fitted:
+        raise SpecKVError(
+            f"policy {policy.label!r} has to be trained: `speckv train {spec} --out FOLDER`, and export that folder"
+        )
+    return policy
 
 
 def _held_out(traces: "Rollouts", training: dict[str, Any] | None) -> "tuple[Rollouts, str]":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from speckv.cli.common import make_console
+from speckv.cli.common import AGREE, make_console
 from speckv.errors import SpecKVError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def rank_on_log(
     Raises:
         SpecKVError: an option was given that means nothing there, or as of `rank`.
     """
-    from speckv.evaluation.ranking import RANKED_BY, rank
+    from speckv.evaluation.ranking import RANKED_BY, fitted_to, rank
     from speckv.files import write_json
     from speckv.plugins import load_costs, make_policy, registry
     from speckv.saving import load_policy
@@ -53,20 +53,29 @@ def rank_on_log(
     required = [make_policy(spec) for spec in ("none", "fixed:gamma=4", "best-fixed")]
     labels = {policy.label for policy in wanted}
     policies = [*wanted, *(policy for policy in required if policy.label not in labels)]
+    known = {spec: fitted_to(spec) for spec in policy_specs}
+    seen = set[str]().union(*known.values())
+    untold = [spec for spec, policy in zip(policy_specs, wanted, strict=False) if policy.fitted and not known[spec]]
     models: list[CostModel | None] = [load_costs(name) for name in cost_names]
     console, rankings = make_console(), []
     for costs in models or [None]:
-        ranked, left_out = rank(policies, log, costs, seed, os.cpu_count() or 1)
+        ranked, left_out = rank(policies, log, costs, seed, os.cpu_count() or 1, seen)
         for ranking in ranked:
             console.print(_table(ranking))
         rankings += [(ranking, left_out) for ranking in ranked]
     console.print(
-        f"tok/s: estimated by {RANKED_BY}, with its 95 % interval by sequence; agree: share of steps with the gamma "
-        "that the policy wants; warn: how many reasons to doubt speckv evaluate would print",
+        f"tok/s: estimated by {RANKED_BY}, with its 95 % interval by sequence; {AGREE}; "
+        "warn: how many reasons to doubt speckv evaluate would print",
         style="dim",
     )
     for reason, names in left_out.items():
         console.print(f"left out: {', '.join(names)}: {reason}", style="dim", highlight=False)
+    if untold:
+        console.print(
+            f"{', '.join(untold)}: does not say what it was fitted to; if to this log, it looks better than it is",
+            style="dim",
+            highlight=False,
+        )
     if json_path is not None:
         found = [
             {

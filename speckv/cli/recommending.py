@@ -36,8 +36,8 @@ class _Command(click.Command):
     "--policy",
     "policy_specs",
     multiple=True,
-    help="For a host that plays policies: NAME or NAME:PARAMETER=VALUE,…, may be repeated.  [default: all "
-    "portable ones that train without torch]",
+    help="For the decoder's host, if one plays policies: NAME or NAME:PARAMETER=VALUE,…, may be repeated.  [default: "
+    "all portable ones that it can hold and that train without torch]",
 )
 @click.option(
     "--batch-size",
@@ -67,12 +67,16 @@ def recommend(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     from speckv import specs
-    from speckv.plugins import load_costs, make_exporter
+    from speckv.plugins import load_costs
+    from speckv.recommending import host_of
     from speckv.recommending import recommend as find
     from speckv.shipped import shipped_costs, shipped_traces
     from speckv.traces import TraceDataset
 
-    exporter = specs.find("decoder", decoder_name, _decoders())()
+    decoders = _decoders()
+    # Their exporters' own names do, too.
+    named = {exporter.name: exporter for exporter in decoders.values()} | decoders
+    exporter = specs.find("decoder", decoder_name, named)()
     traces = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
     known = np.unique(traces.compressions).tolist()
     if missing := [name for name in compressions if name not in known]:
@@ -80,7 +84,7 @@ def recommend(
     if compressions:
         traces = traces.take(np.isin(traces.compressions, compressions))
     costs = load_costs(costs_name) if costs_name else shipped_costs()[0]
-    policies = _policies(policy_specs, make_exporter(exporter.host), traces.gamma_max)
+    policies = _policies(policy_specs, host_of(exporter), traces.gamma_max)
     with Progress(
         TextColumn("playing policies"),
         BarColumn(),
@@ -109,9 +113,9 @@ def _decoders() -> "dict[str, type[SettingsExporter]]":
     return {exporter.family: exporter for exporter in exporters if issubclass(exporter, SettingsExporter)}
 
 
-def _policies(specs: tuple[str, ...], host: "Exporter", gamma_max: int) -> "list[Policy]":
-    """The policies that a user asked for; by default all portable ones that the host can hold and that train
-    without torch."""
+def _policies(specs: tuple[str, ...], host: "Exporter | None", gamma_max: int) -> "list[Policy]":
+    """The policies that a user asked for; by default all portable ones that the host, if there is one, can hold and
+    that train without torch."""
     from speckv.plugins import make_policy, registry
 
     policies = [make_policy(spec) for spec in specs]
@@ -119,7 +123,7 @@ def _policies(specs: tuple[str, ...], host: "Exporter", gamma_max: int) -> "list
         must_serve(policy)
         if reason := policy.untrainable:
             raise SpecKVError(f"policy {policy.label!r} {reason}")
-    if specs:
+    if specs or host is None:
         return policies
     known: list[Policy] = [entry.value() for _, entry in sorted(registry().policies.items())]
     return [
@@ -142,15 +146,17 @@ def _show(console: "Console", result: "Recommendation") -> None:
     table.add_column("target", no_wrap=True)
     for name in ("tok/s", "95 %", "over plain", "over default"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("policy on top", no_wrap=True)
-    for name in ("gain", "95 %", "p", "judge"):
+    if about["policies"]:
+        table.add_column("policy on top", no_wrap=True)
+    for name in ("gain", "95 %", "p") if about["policies"] else ():
         table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("judge", justify="right", no_wrap=True)
     for row in result.rows:
         low, high = row.throughput_ci
+        on_top = [row.policy or "", _percent(row.on_top), _interval(row.on_top), _p(row.on_top)]
         table.add_row(
             row.compression, _speed(row.throughput), f"{_speed(low)} … {_speed(high)}", _percent(row.over_plain),
-            _percent(row.over_default), row.policy or "", _percent(row.on_top), _interval(row.on_top),
-            "" if row.on_top is None else f"{row.on_top.p:.2g}", _speed(row.judge),
+            _percent(row.over_default), *(on_top if about["policies"] else []), _speed(row.judge),
         )  # fmt: skip
     console.print(table)
     for row in result.rows:
@@ -161,13 +167,18 @@ def _show(console: "Console", result: "Recommendation") -> None:
 
 
 def _legend(about: dict[str, Any]) -> "list[str]":
+    policies = len(about["policies"])
+    several = f" and {policies} {'policy' if policies == 1 else 'policies'}" if policies else ""
     lines = [
-        f"Each of {about['prompts']} prompts was played by the setting, of {about['settings']}, and by the policy, of "
-        f"{len(about['policies'])}, that was fastest on the other folds; those printed are the fastest on all. "
-        "Intervals and p are of prompts, in pairs. judge: tok/s of one who knows which drafted tokens are right."
+        f"Chosen among {about['settings']} settings{several}; each of {about['prompts']} prompts is judged with the "
+        "choice made on the other folds. Those printed are the fastest on all prompts.",
+        "Intervals and p are of prompts, in pairs. judge: tok/s of one who knows which drafted tokens are right.",
+        f"to write a setting: speckv export POLICY --to {about['exporter']} --approximate --out FOLDER",
     ]
-    if about["policies"]:
-        lines.append(f"policies are played by {about['host']}, which `speckv export` writes for")
+    if policies:
+        lines.append(f"to write a policy for its host: speckv export POLICY --to {about['host']} --out FOLDER")
+    elif about["host"] is None:
+        lines.append("no policy is on top: nothing plays policies inside this decoder")
     if about["cut"]:
         lines.append(f"no draft was longer than {about['gamma_max']} tokens, the most of the recording")
     if about["note"]:
@@ -183,6 +194,10 @@ def _speed(tokens_per_second: float) -> str:
 
 def _percent(gain: "Gain | None") -> str:
     return "" if gain is None else f"{100 * gain.gain:+.1f} %"
+
+
+def _p(gain: "Gain | None") -> str:
+    return "" if gain is None else f"{gain.p:.2g}"
 
 
 def _interval(gain: "Gain | None") -> str:

@@ -137,31 +137,38 @@ def _train_from_log(
     from speckv.steplogs import StepLog
 
     if not policy.overrides("fit_steps"):
-        able = [name for name, entry in sorted(registry().policies.items()) if entry.value().overrides("fit_steps")]
+        every = {name: entry.value() for name, entry in sorted(registry().policies.items())}
+        able = [name for name, other in every.items() if other.overrides("fit_steps") and not other.explores]
         raise SpecKVError(
             f"policy {policy.label!r} learns from recordings, not from step logs; give it one with --traces, or train "
             f"one of {', '.join(able)}"
         )
     log = StepLog.load(path)
     learned, held_out = split_by_prompt(log, folds, seed) if folds > 1 else (log, log)
-    costs = load_costs(costs_name) if costs_name else fit_costs_to_log(learned, "the log's own seconds", str(path))
+    costs = load_costs(costs_name) if costs_name else fit_costs_to_log(log, "the log's own seconds", str(path))
     policy.fit_steps(learned, costs, seed)
+    told = []
+    if folds > 1:
+        fixed = make_policy("best-fixed")
+        others = [] if policy.label == fixed.label else [fixed.fit_steps(learned, costs, seed)]
+        most = int(log.gamma.max())
+        mine, *best = (throughput_by_compression(each, held_out, costs, most) for each in (policy, *others))
+        for code in np.flatnonzero(mine):
+            name = list(COMPRESSIONS)[code]
+            texts = len(np.unique(held_out.sequence[held_out.compression == name]))
+            beside = [
+                f", {mine[code] / one[code] - 1:+.1%} against the best fixed gamma ({one[code]:.3g})" for one in best
+            ]
+            told.append(
+                f"{name}: {mine[code]:.3g} tokens/s estimated on {texts} held-out texts ({RANKED_BY}){''.join(beside)}"
+            )
+    # Last, so that what goes wrong before leaves no policy in the way of another try.
     sequences = sorted(set(learned.sequence.tolist()))
     write_json(out / "training.json", about | {"costs": costs.name, "log": log.provenance, "logged": sequences})
     save_policy(policy, out)
     click.echo(f"{out}: {policy.label}, trained on {len(learned)} steps of {len(sequences)} texts under {costs.name}")
-    if folds == 1:
-        return
-    most = int(log.gamma.max())
-    fixed = make_policy("best-fixed").fit_steps(learned, costs, seed)
-    mine, best = (throughput_by_compression(each, held_out, costs, most) for each in (policy, fixed))
-    for name, reached, against in zip(COMPRESSIONS, mine.tolist(), best.tolist(), strict=True):
-        if reached:
-            texts = len(np.unique(held_out.sequence[held_out.compression == name]))
-            click.echo(
-                f"{name}: {reached:.3g} tokens/s estimated on {texts} held-out texts ({RANKED_BY}), "
-                f"{reached / against - 1:+.1%} against the best fixed gamma ({against:.3g})"
-            )
+    for line in told:
+        click.echo(line)
 
 
 @contextlib.contextmanager

@@ -62,6 +62,8 @@ def tune(
     from speckv.tuning import play, search
 
     must_be_new(out)
+    if ":" in str(out):  # it starts the parameters in NAME@FILE:PARAMETER=VALUE
+        raise SpecKVError(f"{out}: has a colon, which no command could read behind NAME@; choose another place")
     given = make_policy(policy_spec)
     must_serve(given)
     candidates = _combinations(policy_spec, grid)

@@ -95,7 +95,8 @@ def evaluate(
     Args:
         policy: decides before the step alone, from features in the log; fitted, if it learns.
         log: with the compression of every step.
-        costs: how long forwards take; None takes the log's own seconds, and a cost model that is fitted to them.
+        costs: how long forwards take, in a batch of each step's own size if the log has the signal `batch_size`; None
+            takes the log's own seconds, and a cost model that is fitted to them.
         gamma_max: no step of the evaluated policy drafts more; by default the most that the log asked for.
         seed: of resampling.
         resamples: of each interval.

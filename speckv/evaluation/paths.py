@@ -6,13 +6,14 @@ weighed by the inverse of that chance, the logged steps stand for the policy's.
 """
 
 import copy
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from speckv.costs import CostModel
-from speckv.evaluation.situations import Situations
+from speckv.evaluation.situations import Situations, batch_sizes, by_batch_size
 from speckv.evaluation.survival import HazardModel
 from speckv.features import BoolArray, Features, FloatArray, IntArray
 from speckv.policy import Policy, State
@@ -66,7 +67,7 @@ class Paths:
     """
 
     def __init__(self, log: StepLog, situations: Situations, gamma_max: int) -> None:
-        self.situations, self.gamma_max = situations, gamma_max
+        self.log, self.situations, self.gamma_max = log, situations, gamma_max
         tokens = situations.accepted + 1
         self.lengths = np.bincount(situations.sequence, tokens).astype(np.int64)
         before = np.cumsum(tokens) - tokens
@@ -104,13 +105,13 @@ class Paths:
 
         Args:
             policy: decides before the step alone. It is left as it is.
-            costs: how long forwards take.
+            costs: how long forwards take; each sequence is replayed as one of a batch of the size, to the next whole
+                number, that its logged steps had on average.
             counts: (S,) how often each sequence counts in the chances to draw and to weigh by.
             random: to draw with.
         """
         paths = self.draw(counts, random)
-        player = copy.deepcopy(policy) if can_replay(policy) else _Wanted(self._wanted_since())
-        run = replay(player, paths, costs, controller=costs.controller.get(policy.name, (0.0, 0.0)))
+        run = self._replay(policy, paths, costs)
         step = self.step[run.sequence, run.position]
         began = step >= 0
         chance = _chances_to_begin(run, began, paths.run[:, :-1] > 0, counts)
@@ -121,6 +122,22 @@ class Paths:
             weight=1 / chance[began],
             replayed=np.column_stack(sums),
         )
+
+    def _replay(self, policy: Policy, paths: Rollouts, costs: CostModel) -> Replay:
+        """The steps of all sequences, each under the costs of its batch."""
+        sequence, controller = self.situations.sequence, costs.controller.get(policy.name, (0.0, 0.0))
+        sizes = np.rint(np.bincount(sequence, batch_sizes(self.log, costs)) / np.bincount(sequence)).astype(np.int64)
+        wanted = None if can_replay(policy) else self._wanted_since()
+        runs, tokens = [], np.zeros(len(sizes), dtype=np.int64)
+        for rows, model in by_batch_size(sizes, costs):
+            player = copy.deepcopy(policy) if wanted is None else _Wanted(wanted[rows])
+            run = replay(player, paths.take(rows), model, controller=controller)
+            runs.append(replace(run, sequence=rows[run.sequence]))
+            tokens[rows] = run.tokens
+        order = np.argsort(np.concatenate([run.sequence for run in runs]), kind="stable")
+        names = [field.name for field in fields(Replay) if field.name not in {"tokens", "features"}]
+        steps: dict[str, Any] = {name: np.concatenate([getattr(run, name) for run in runs])[order] for name in names}
+        return Replay(**steps, tokens=tokens)
 
     def _wanted_since(self) -> IntArray:
         """(S, T) what the policy wants in the last logged step at or before each position."""

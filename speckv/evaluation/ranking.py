@@ -1,26 +1,36 @@
 """Policies ranked on a step log, and what policies need that learn from one (`Policy.fit_steps`)."""
 
 import copy
+import pathlib
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import joblib
 import numpy as np
+import numpy.typing as npt
 
 from speckv.compression import COMPRESSIONS
 from speckv.costs import CostModel, fit_costs_to_log
 from speckv.errors import SpecKVError, SpecKVWarning
 from speckv.evaluation.estimates import Evaluation, evaluate
-from speckv.evaluation.situations import check_evaluable
-from speckv.features import FloatArray, IntArray
+from speckv.evaluation.situations import batch_sizes, check_evaluable
+from speckv.features import FloatArray
+from speckv.files import read_json
 from speckv.policy import Policy
 from speckv.steplogs import StepLog
 
 #: Of each estimate: fewer than `evaluate` takes, so that a ranking of many policies is a matter of minutes.
 RESAMPLES, DRAWS = 199, 4
-#: The estimator that ranks: every log supports it, and it heeds the signals that a log has.
-RANKED_BY = "hazard"
+#: The estimator that ranks: every log supports it, and of those it is the least off (docs/step-logs.md).
+RANKED_BY = "path"
+#: Tokens in front of a step of a log that does not say it.
+_CONTEXT = 256
+#: What an adapter's log calls a sequence: a hash of its prompt, and what keeps it apart from others of that prompt.
+_ADAPTERS = re.compile(r"(?:.*/)?([0-9a-f]{12}) [0-9a-f]{8}")
+#: What a replay's log calls one: its prompt, and the compression.
+_REPLAYS = re.compile(rf"(.+) at (?:{'|'.join(COMPRESSIONS)})")
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,7 @@ class Ranking:
     Attributes:
         compression, costs: names.
         evaluations: of the policies.
-        held_out: whether they were evaluated on one half of the prompts, and fitted to the other.
+        held_out: whether some learned, and were evaluated on prompts that none of them learned from.
     """
 
     compression: str
@@ -40,7 +50,12 @@ class Ranking:
 
 
 def rank(
-    policies: Sequence[Policy], log: StepLog, costs: CostModel | None = None, seed: int = 0, jobs: int = 1
+    policies: Sequence[Policy],
+    log: StepLog,
+    costs: CostModel | None = None,
+    seed: int = 0,
+    jobs: int = 1,
+    seen: Collection[str] = (),
 ) -> tuple[list[Ranking], dict[str, list[str]]]:
     """Rank policies by what they would reach by themselves, at each compression of a log.
 
@@ -53,6 +68,7 @@ def rank(
         costs: how long forwards take; None takes the log's own seconds.
         seed: of the halves, of fitting and of resampling.
         jobs: processes to work in.
+        seen: prompts that some of the policies were fitted to before; none is evaluated on these.
 
     Returns:
         A ranking for each compression, and by reason the labels of the policies that a step log can't judge.
@@ -61,7 +77,10 @@ def rank(
         SpecKVError: it can judge none of them, or as of `evaluate`.
     """
     learning = any(type(policy).fit is not Policy.fit and not policy.fitted for policy in policies)
-    learned, judged = split_by_prompt(log, 2, seed) if learning else (log, log)
+    seen = set(seen) & set(prompts_of(log).tolist())
+    learned, judged = log, log
+    if learning or seen:
+        learned, judged = split_by_prompt(log, 2 if learning else 1, seed, seen)
     most = int(log.gamma.max())
     answers = joblib.Parallel(n_jobs=jobs)(
         joblib.delayed(_judge)(policy, learned, judged, costs, most, seed) for policy in policies
@@ -79,7 +98,7 @@ def rank(
     for stored in dict.fromkeys(evaluation.compression for evaluation in found):
         of_it = [evaluation for evaluation in found if evaluation.compression == stored]
         of_it.sort(key=lambda evaluation: -evaluation.of(RANKED_BY).throughput)
-        rankings.append(Ranking(stored, of_it[0].costs, of_it, learning))
+        rankings.append(Ranking(stored, of_it[0].costs, of_it, learning or bool(seen)))
     return rankings, left_out
 
 
@@ -126,21 +145,60 @@ def settle_rate_on_log(policy: Policy, log: StepLog, costs: CostModel, rounds: i
     policy.fitted["rate"] = best_rate
 
 
-def split_by_prompt(log: StepLog, folds: int, seed: int = 0) -> tuple[StepLog, StepLog]:
-    """The log without the sequences of one in `folds` prompts, and these.
+def usual_context(log: StepLog) -> int:
+    """The median context of the log's steps, tokens, where it says any."""
+    context = log.signals.get("context_length", np.zeros(0))
+    known = context[~np.isnan(context)]
+    return int(np.median(known)) if len(known) else _CONTEXT
 
-    Sequences are of one prompt if their names agree up to the first blank, what stands in front of a slash left aside:
-    so are those of the live decoder and of replays named. Others are prompts of their own.
+
+def usual_costs(log: StepLog, costs: CostModel) -> CostModel:
+    """The costs of a batch of the log's median size."""
+    return costs.at_batch(int(np.median(batch_sizes(log, costs))))
+
+
+def prompt_of(sequence: str) -> str:
+    """What the prompt of a logged sequence is called.
+
+    Sequences are of one prompt where SpecKV's own names say so: those of the adapters, which begin with a hash of the
+    prompt, and those of replays, PROMPT at COMPRESSION. Any other is a prompt of its own.
+    """
+    named = _ADAPTERS.fullmatch(sequence) or _REPLAYS.fullmatch(sequence)
+    return named[1] if named else sequence
+
+
+def prompts_of(log: StepLog) -> npt.NDArray[np.str_]:
+    """(n,) of each step."""
+    names, code = np.unique(log.sequence, return_inverse=True)
+    return np.array([prompt_of(name) for name in names.tolist()], dtype=np.str_)[code]
+
+
+def fitted_to(spec: str | pathlib.Path) -> set[str]:
+    """The prompts that a saved policy was trained on, as far as its folder says; none if it is no such folder."""
+    path = pathlib.Path(spec) / "training.json"
+    if not path.is_file():
+        return set()
+    about = read_json(path, "what a policy was trained on")
+    return {*about.get("prompts", ()), *map(prompt_of, about.get("logged", ()))}
+
+
+def split_by_prompt(log: StepLog, folds: int, seed: int = 0, seen: Collection[str] = ()) -> tuple[StepLog, StepLog]:
+    """The log without the sequences of one in `folds` prompts, and these; see `prompt_of`.
+
+    Args:
+        seen: prompts that stay in the first part; all others can be in the second.
 
     Raises:
-        SpecKVError: the log holds one prompt only.
+        SpecKVError: the log holds one prompt only, or all of them were seen.
     """
-    prompts = np.array([name.rpartition("/")[2].split(" ")[0] for name in log.sequence.tolist()])
-    names, code = np.unique(prompts, return_inverse=True)
+    names, code = np.unique(prompts_of(log), return_inverse=True)
+    unseen = np.flatnonzero(~np.isin(names, list(seen)))
+    if not len(unseen):
+        raise SpecKVError("a policy was fitted to all texts of the log, or several together: rank them on another log")
     if len(names) < 2:
-        raise SpecKVError(f"the log holds {len(names)} prompts: too few to hold some out; log others, too")
-    fold_of: IntArray = np.random.default_rng(seed).permutation(len(names)) % min(folds, len(names))
-    held_out = fold_of[code] == 0
+        raise SpecKVError("the log holds 1 prompt: too few to hold some out; log others, too")
+    drawn = np.random.default_rng(seed).permutation(unseen)[: -(-len(names) // folds)]
+    held_out = np.isin(code, drawn)
     learned, others = (
         StepLog.from_columns({name: values[rows] for name, values in log.columns.items()}, log.provenance)
         for rows in (~held_out, held_out)

@@ -13,7 +13,7 @@ from speckv.errors import SpecKVError
 from speckv.features import FEATURES, BoolArray
 from speckv.policy import Policy
 from speckv.replaying import replay
-from speckv.steplogs import StepLog
+from speckv.steplogs import StepLog, concatenate
 from speckv.traces import Rollouts
 
 #: The signal of a log that says how many tokens were asked for, where the text's end may have left room for fewer.
@@ -38,11 +38,13 @@ def to_steps(policy: Policy, traces: Rollouts, costs: CostModel, features: Seque
         policy: fitted, if it learns. It is left as it is. The propensities are those that it states.
         traces: what was recorded.
         costs: how long forwards take; the seconds of the log are this model's.
-        features: names of features before the draft to be logged as signals.
+        features: names of features before the draft to be logged as signals; of a batch its size is one in any case.
 
     Raises:
         SpecKVError: as of `replay`.
     """
+    if costs.batch_size > 1:
+        features = [*dict.fromkeys([*features, "batch_size"])]
     run = replay(copy.deepcopy(policy), traces, costs, features=features)
     first = np.searchsorted(run.sequence, run.sequence)
     chosen = np.minimum(run.chosen, traces.gamma_max).astype(float)
@@ -95,7 +97,7 @@ def to_held_out_steps(policy: Policy, traces: Rollouts, costs: CostModel, folds:
     if all(_same(player.fitted, players[0].fitted) for player in players):  # a wrapper around one that learns nothing
         return to_steps(players[0], traces, costs)
     logs = [to_steps(player, traces.take(rows), costs) for player, rows in zip(players, held_out, strict=True)]
-    columns = {name: np.concatenate([log.columns[name] for log in logs]) for name in logs[0].columns}
+    columns = concatenate([log.columns for log in logs])
     return StepLog.from_columns(columns, logs[0].provenance | {"fitted to": f"the other prompts, in {len(logs)} folds"})
 
 
@@ -111,21 +113,8 @@ def join(logs: Mapping[str, StepLog]) -> StepLog:
     """
     if len(logs) == 1:
         return next(iter(logs.values()))
-    names = dict.fromkeys(name for log in logs.values() for name in log.columns)
+    columns = concatenate([log.columns for log in logs.values()])
     if not all(log.propensity is not None and (log.propensity < 1).any() for log in logs.values()):
-        names.pop("propensity", None)
-    columns = {name: np.concatenate([_column(name, log) for log in logs.values()]) for name in names}
+        columns.pop("propensity", None)
     columns["sequence"] = np.array([f"{of}, {name}" for name, log in logs.items() for of in log.sequence.tolist()])
     return StepLog.from_columns(columns, {"logs": {name: log.provenance for name, log in logs.items()}})
-
-
-def _column(name: str, log: StepLog) -> npt.NDArray[Any]:
-    """(n,) a column of a log, unknown throughout if it has none of that name."""
-    unknown = np.full(len(log), "" if name in {"compression", "task"} else np.nan)
-    return log.columns.get(name, unknown)
-
-
-def shares_prompts(log: StepLog, traces: Rollouts) -> bool:
-    """Whether the log holds, by their names, steps that `to_steps` made of these sequences' prompts."""
-    prefixes = tuple(f"{identifier} at " for identifier in set(traces.ids.tolist()))
-    return any(name.startswith(prefixes) for name in set(log.sequence.tolist()))

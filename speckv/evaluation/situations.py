@@ -1,6 +1,7 @@
 """Logged steps as estimators need them, with what the evaluated policy would have chosen in each."""
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -94,6 +95,22 @@ def chosen_gammas(log: StepLog) -> IntArray:
     return np.where(asked > log.gamma, np.nan_to_num(asked), log.gamma).astype(np.int64)
 
 
+def batch_sizes(log: StepLog, costs: CostModel) -> IntArray:
+    """(n,) sequences that shared each step; where the log does not say it, as many as the costs are of."""
+    stated = log.signals.get("batch_size", np.full(len(log), np.nan))
+    return np.where(np.isnan(stated), costs.batch_size, stated).astype(np.int64)
+
+
+def by_batch_size(sizes: IntArray, costs: CostModel) -> Iterator[tuple[IntArray, CostModel]]:
+    """The rows of each batch size in (n,) `sizes`, and the costs of it.
+
+    Raises:
+        SpecKVError: the costs were not measured for a size.
+    """
+    for size in np.unique(sizes).tolist():
+        yield np.flatnonzero(sizes == size), costs.at_batch(size)
+
+
 def check_evaluable(policy: Policy) -> None:
     """Raise SpecKVError if no step log can tell what the policy would do."""
     if isinstance(policy, Clairvoyant) or policy.kind != "before":
@@ -116,12 +133,13 @@ def make_situations(
     Args:
         log: at one compression, ordered.
         policy: decides before the step alone, from features in the log; fitted, if it learns.
-        costs: how long forwards take.
+        costs: how long forwards take; each step is priced as one of a batch of its own size.
         gamma_max: no step of the evaluated policy drafts more.
         measured: whether a step's own seconds, where they were logged, are taken in place of the cost model's.
 
     Raises:
-        SpecKVError: the policy decides inside the draft, learns online, or reads what the log lacks.
+        SpecKVError: the policy decides inside the draft, learns online, or reads what the log lacks; or the costs were
+            not measured for a batch size in the log.
     """
     check_evaluable(policy)
     check_playable(policy, gamma_max)
@@ -175,10 +193,13 @@ def _step_seconds(
     """`seconds` (n, most + 1) and `catching_up` (n,) of `Situations`, the policy's own time left out."""
     lengths = known.get("context_length", np.full(len(log), float(_CONTEXT)))
     context = np.where(np.isnan(lengths), _CONTEXT, lengths).astype(np.int64)
-    step = StepCosts(costs, log.compression[:1], most + 2, int(context.max()))  # type: ignore[index]
-    first, drafts = np.zeros(len(log), dtype=np.int64), np.arange(most + 1)
-    seconds = step.seconds(first[:, None], context[:, None], first[:, None] + 1, drafts, drafts)
-    catching_up = step.seconds(first, context, first + 2, 1, 1) - step.seconds(first, context, first + 1, 1, 1)
+    seconds, catching_up, drafts = np.zeros((len(log), most + 1)), np.zeros(len(log)), np.arange(most + 1)
+    for rows, model in by_batch_size(batch_sizes(log, costs), costs):
+        behind = context[rows]
+        step = StepCosts(model, log.compression[:1], most + 2, int(behind.max()))  # type: ignore[index]
+        first = np.zeros(len(rows), dtype=np.int64)
+        seconds[rows] = step.seconds(first[:, None], behind[:, None], first[:, None] + 1, drafts, drafts)
+        catching_up[rows] = step.seconds(first, behind, first + 2, 1, 1) - step.seconds(first, behind, first + 1, 1, 1)
     return seconds, catching_up
 
 
@@ -191,11 +212,10 @@ def _known_features(log: StepLog, costs: CostModel) -> dict[str, FloatArray]:
         for name, column in log.signals.items()
         if name in FEATURES and FEATURES[name].when == "before"
     }  # fmt: skip
-    code = float(list(COMPRESSIONS).index(stored))
-    return known | {
-        "compression": np.full(len(log), code),
-        "cost_ratio": np.full(len(log), costs.cost_ratio(stored)),
-    }
+    code, ratio = float(list(COMPRESSIONS).index(stored)), np.zeros(len(log))
+    for rows, model in by_batch_size(batch_sizes(log, costs), costs):
+        ratio[rows] = model.cost_ratio(stored)
+    return known | {"compression": np.full(len(log), code), "cost_ratio": ratio}
 
 
 def _walk(

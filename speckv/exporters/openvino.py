@@ -3,10 +3,10 @@
 from typing import Any
 
 from speckv.errors import SpecKVError
-from speckv.exporters.settings import Setting, SettingsExporter
+from speckv.exporters.settings import WITHOUT_DRAFT, Setting, SettingsExporter
 from speckv.runtime.programs import LONGEST
 
-_CAP, _THRESHOLD, _WITHOUT = "num_assistant_tokens", "assistant_confidence_threshold", "draft_model"
+_CAP, _THRESHOLD = "num_assistant_tokens", "assistant_confidence_threshold"
 
 
 class OpenVinoExporter(SettingsExporter):
@@ -33,18 +33,18 @@ class OpenVinoExporter(SettingsExporter):
     def to_native(self, setting: Setting) -> dict[str, Any]:
         setting = setting.plain(self.drawn)
         if setting.threshold:
-            if setting.cap < LONGEST or setting.least:
+            if setting.cap < LONGEST:
                 raise SpecKVError(f"{self.decoder} limits no draft by its length where there is a threshold")
             # Greedy requests get the probability to compare only where they ask for log probabilities.
             return {_THRESHOLD: setting.threshold, "logprobs": 1}
         # The number 0 would mean the default, which is 5.
-        return {_CAP: setting.cap} if setting.cap else {_WITHOUT: None}
+        return {_CAP: setting.cap} if setting.cap else WITHOUT_DRAFT
 
     def from_native(self, native: dict[str, Any]) -> Setting:
         if native.get(_THRESHOLD):
             if native.get(_CAP) or native.get("logprobs") != 1:
                 raise ValueError(f"{_THRESHOLD} goes with logprobs 1 and without {_CAP}")
             return Setting(LONGEST, native[_THRESHOLD])
-        if native == {_WITHOUT: None}:
+        if native == WITHOUT_DRAFT:
             return Setting(0)
         return Setting(native[_CAP] or 5)

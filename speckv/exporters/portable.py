@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from speckv.costs import CostModel
-from speckv.errors import SpecKVError
 from speckv.exporting import Exporter
 from speckv.features import FEATURES, Features
 from speckv.policy import Policy, State
@@ -36,10 +35,7 @@ class PortableExporter(Exporter):
         super().check(policy)
         # A policy may be told what came of a step where its portable form reads it.
         if hidden := [name for name in policy.program().features if name not in self.observes]:
-            raise SpecKVError(
-                f"{self.name} can't hold policy {policy.label!r}: it reads {', '.join(hidden)}, which {self.decoder} "
-                "can't show"
-            )
+            raise self._refusal(policy, f"it reads {', '.join(hidden)}, which {self.decoder} can't show")
 
     def approximate(self, policy: Policy, traces: Rollouts, costs: CostModel) -> Policy:
         from speckv.exporters.imitation import imitate

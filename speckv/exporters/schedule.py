@@ -1,6 +1,7 @@
 """What exporters for servers share: one file for each compression, and how many tokens to draft by batch size."""
 
 import pathlib
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from speckv.compression import COMPRESSIONS, check_compression
 from speckv.costs import CostModel
-from speckv.errors import SpecKVError
+from speckv.errors import SpecKVError, SpecKVWarning
 from speckv.exporters.portable import BundlePolicy
 from speckv.exporting import Exporter
 from speckv.features import Features
@@ -41,6 +42,21 @@ def best_by_batch(traces: Rollouts, costs: CostModel, gammas: Iterable[int] | No
     return found
 
 
+def ranges(gammas: Mapping[int, int]) -> list[tuple[int, int, int]]:
+    """First batch size, last batch size and tokens of each range with a number of its own, the first of them from 1.
+
+    Args:
+        gammas: batch size -> tokens for batches up to that size, above the next smaller one.
+    """
+    found: list[tuple[int, int, int]] = []
+    for size, gamma in sorted(gammas.items()):
+        first = found[-1][1] + 1 if found else 1
+        if found and found[-1][2] == gamma:
+            first = found.pop()[0]
+        found.append((first, size, gamma))
+    return found
+
+
 def _constant(gamma: int) -> BundlePolicy:
     return BundlePolicy(Bundle(f"fixed-{gamma}", Program(Table(np.full(len(COMPRESSIONS), gamma)))))
 
@@ -62,17 +78,29 @@ class Schedule(Policy):
 
     @classmethod
     def best(cls, traces: Rollouts, costs: CostModel) -> "Schedule":
-        """The fastest on `traces` for each of their compressions, and as long for no batch as for a smaller one.
+        """The fastest on `traces` for each compression, never longer for a batch than for a smaller one.
 
         More sequences in a batch leave less room for a draft; where a measurement says otherwise, it is not followed.
+        Compressions that the traces lack get what is fastest over all sequences. Costs of one batch size alone give
+        the same number for all sizes, with a warning.
         """
-        found = {}
-        for name in np.unique(traces.compressions):
-            part, gammas, longest = traces.take(traces.compressions == name), {}, traces.gamma_max
+        if len(costs.batch_sizes) == 1:
+            warnings.warn(
+                f"the costs of {costs.name} are of batches of {costs.batch_size} alone, so the number of tokens is the "
+                "same for all; profile them with --batch-sizes",
+                SpecKVWarning,
+                stacklevel=3,
+            )
+
+        def searched(part: Rollouts) -> dict[int, int]:
+            gammas, longest = {}, part.gamma_max
             for size in costs.batch_sizes:
                 longest = gammas[size] = best_by_batch(part, costs.at_batch(size), range(longest + 1))[size]
-            found[str(name)] = gammas
-        return cls(found)
+            return gammas
+
+        known = {str(name): traces.take(traces.compressions == name) for name in np.unique(traces.compressions)}
+        found = {name: searched(part) for name, part in known.items()}
+        return cls(dict.fromkeys(COMPRESSIONS, searched(traces)) | found)
 
     @property
     def label(self) -> str:
@@ -98,6 +126,7 @@ class FileEach(Exporter):
 
     observes = frozenset({"compression"})
     kinds = frozenset({"before"})
+    by_itself = True
 
     @abstractmethod
     def files_of(self, policy: Policy) -> dict[str, dict[str, Any]]:

@@ -3,8 +3,8 @@
 import json
 import pathlib
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,7 +14,7 @@ from speckv.compression import COMPRESSIONS, check_compression
 from speckv.costs import CostModel
 from speckv.errors import SpecKVError
 from speckv.exporters.portable import BundlePolicy, PortableExporter
-from speckv.features import BoolArray, Features, FloatArray
+from speckv.features import BoolArray, Features, FloatArray, IntArray
 from speckv.files import check_version, read_json, write_json
 from speckv.policy import Policy, State
 from speckv.runtime import Bundle
@@ -26,6 +26,8 @@ from speckv.tuning import seconds_by_compression
 FORMAT = "speckv-settings"
 SCHEMA_VERSION = 1
 FILE = "settings.json"
+#: No speculation, of decoders that speculate wherever they have a draft model.
+WITHOUT_DRAFT: dict[str, Any] = {"draft_model": None}
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,14 @@ class Setting:
     Attributes:
         cap: most tokens in a draft, from 0, which is no speculation.
         threshold: a draft goes on while the decoder's token signal is at least this; in [0, 1], 0 never stops.
-        least: the first so many tokens are drafted whatever the threshold says.
     """
 
     cap: int
     threshold: float = 0.0
-    least: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in (("cap", self.cap), ("least", self.least)):
-            if type(value) is not int or value < 0:
-                raise SpecKVError(f"{name} is {value!r}; it must be a whole number from 0")
+        if type(self.cap) is not int or self.cap < 0:
+            raise SpecKVError(f"cap is {self.cap!r}; it must be a whole number from 0")
         if isinstance(self.threshold, bool) or not isinstance(self.threshold, int | float):
             raise SpecKVError(f"threshold is {self.threshold!r}; it must be a number from 0 to 1")
         if not 0 <= self.threshold <= 1:
@@ -57,12 +56,8 @@ class Setting:
         Args:
             drawn: whether the decoder asks behind a drawn token, or before it draws one.
         """
-        # Behind the last token that the cap allows nothing is asked, and behind the first one `least` has had its say.
-        asked = self.cap - 1 if drawn else self.cap
-        least = 0 if self.least <= drawn else self.least
-        if self.threshold <= 0 or asked <= max(least - drawn, 0):
-            return Setting(self.cap)
-        return replace(self, threshold=float(self.threshold), least=least)
+        # Behind the last token that the cap allows nothing is asked.
+        return Setting(self.cap, float(self.threshold) if self.cap > drawn else 0.0)
 
 
 class SettingsExporter(PortableExporter):
@@ -75,10 +70,11 @@ class SettingsExporter(PortableExporter):
         signal: what the decoder compares with its threshold, `draft_top1` or `draft_probability`; None if it has none.
         of: what that signal is divided by before, if anything.
         drawn: whether it asks behind a drawn token, which is verified in any case, or before it draws one.
-        caps, thresholds, leasts: what to try where a setting is searched for.
+        caps, thresholds: what to try where a setting is searched for.
         default: how the decoder is set if nobody does; None if it does not speculate then.
         family: what `speckv recommend` calls the decoder; by default the exporter's name.
-        host: name of the exporter that brings policies to where this decoder is hosted by something that plays them.
+        host: name of the exporter that brings policies to where this decoder is hosted by something that plays them;
+            None if there is no such host.
         note: what has to be so for a setting to be kept, in a sentence for users; empty if nothing has.
     """
 
@@ -87,12 +83,12 @@ class SettingsExporter(PortableExporter):
     drawn: ClassVar[bool] = True
     caps: ClassVar[tuple[int, ...]] = (*range(9), 10, 12, 16)
     thresholds: ClassVar[tuple[float, ...]] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-    leasts: ClassVar[tuple[int, ...]] = (0,)
     default: ClassVar[Setting | None] = None
     family: ClassVar[str] = ""
-    host: ClassVar[str] = "bundle"
+    host: ClassVar[str | None] = None
     note: ClassVar[str] = ""
     outcomes = False
+    by_itself = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -132,11 +128,7 @@ class SettingsExporter(PortableExporter):
         """The settings that a search tries, those first that draft less, each once and none that can't be had."""
         signals = self.thresholds if self.signal else (0.0,)
         grid = [
-            Setting(cap, threshold, least).plain(self.drawn)
-            for cap in self.caps
-            if cap <= gamma_max
-            for least in self.leasts
-            for threshold in signals
+            Setting(cap, threshold).plain(self.drawn) for cap in self.caps if cap <= gamma_max for threshold in signals
         ]
         return [setting for setting in dict.fromkeys(grid) if self.unfit(setting) is None]
 
@@ -168,24 +160,24 @@ class SettingsExporter(PortableExporter):
 
     def _setting(self, cap: int, program: Program, code: int) -> Setting:
         stop = program.stop
-        never_asked = cap == 0 or (cap == 1 and isinstance(stop, Threshold | Score) and stop.drawn)
-        if stop is None or never_asked:
+        if stop is None or cap == 0:
+            return Setting(cap)
+        if isinstance(stop, Threshold | Score) and cap <= max(stop.least, stop.drawn):  # it never has a say
             return Setting(cap)
         if isinstance(stop, Threshold):
             threshold = float(stop.threshold[code])
             if threshold <= 0 if stop.above else threshold == np.inf:  # no signal is below 0
                 return Setting(cap)
-            if Setting(cap, 1.0, stop.least).plain(stop.drawn) == Setting(cap):
-                return Setting(cap)
-            if (stop.signal, self.of, stop.above, stop.drawn) == (self.signal, None, True, self.drawn):
-                return Setting(cap, threshold, stop.least)
+            own = (stop.signal, self.of, stop.above, stop.drawn) == (self.signal, None, True, self.drawn)
+            if own and stop.least <= stop.drawn:
+                return Setting(cap, threshold)
         if isinstance(stop, Score) and self._is_own(stop):
-            return Setting(cap, round(float(np.exp(stop.threshold[code])), 12), stop.least)
+            return Setting(cap, round(float(np.exp(stop.threshold[code])), 12))
         raise SpecKVError(f"its rule that stops a draft is not that of {self.decoder}, which {self._rule}")
 
     def _is_own(self, stop: Score) -> bool:
         """Whether a rule is what `program_of` makes of a threshold on a share."""
-        if self.of is None or not isinstance(stop.model, Network):
+        if self.of is None or not isinstance(stop.model, Network) or stop.least > stop.drawn:
             return False
         own, model = _log_share(str(self.signal), self.of), stop.model
         same = (model.inputs, model.output) == (own.inputs, own.output) and len(model.weights) == 1
@@ -205,21 +197,18 @@ class SettingsExporter(PortableExporter):
         Compressions without a setting don't speculate.
 
         Raises:
-            SpecKVError: a compression is unknown, or two settings differ in `least`, which a portable policy has once.
+            SpecKVError: a compression is unknown.
         """
         plain = {check_compression(name): setting.plain(self.drawn) for name, setting in settings.items()}
         held = [plain.get(name, Setting(0)) for name in COMPRESSIONS]
-        leasts = {setting.least for setting in held if setting.threshold}
-        if len(leasts) > 1:
-            raise SpecKVError(f"settings with {' and '.join(map(str, sorted(leasts)))} tokens at least; choose one")
         caps = Table(np.array([setting.cap for setting in held]))
-        if self.signal is None or not leasts:
+        threshold = np.array([setting.threshold for setting in held])
+        if self.signal is None or not threshold.any():
             return Program(caps)
-        threshold, least = np.array([setting.threshold for setting in held]), leasts.pop()
         if self.of is None:
-            return Program(caps, Threshold(self.signal, threshold, drawn=self.drawn, least=least))
+            return Program(caps, Threshold(self.signal, threshold, drawn=self.drawn))
         logs = np.log(np.maximum(threshold, np.finfo(float).tiny))
-        return Program(caps, Score(_log_share(self.signal, self.of), logs, drawn=self.drawn, least=least))
+        return Program(caps, Score(_log_share(self.signal, self.of), logs, drawn=self.drawn))
 
     def reason(self, policy: Policy) -> str | None:
         if type(policy).fit is not Policy.fit and not policy.fitted:
@@ -238,11 +227,12 @@ class SettingsExporter(PortableExporter):
         """The fastest settings on `traces`, for each compression: those that lose least of what the policy gains.
 
         Settings with most decisions in common with it are slower: they keep its frequent decisions, not its good ones.
-        Compressions that the traces lack get what is fastest over all sequences.
+        Compressions that the traces lack get what is fastest over all sequences, as with every exporter that searches.
         """
         candidates = self.candidates(traces.gamma_max)
         seconds = seconds_by_compression([self.played(setting) for setting in candidates], traces, costs)
-        program = self.program_of(choose(candidates, -seconds))
+        best = dict(zip(COMPRESSIONS, (candidates[number] for number in fastest(seconds)), strict=True))
+        program = self.program_of(best)
         return BundlePolicy(Bundle(f"{policy.label}, approximated", program))
 
     def untouched(self) -> Policy | None:
@@ -275,7 +265,11 @@ class SettingsExporter(PortableExporter):
             raise SpecKVError(f"{path}: holds no settings of {self.decoder}")
         check_version(value.get("schema_version"), SCHEMA_VERSION, path)
         try:
-            return {check_compression(name): self.from_native(native) for name, native in value["settings"].items()}
+            found = {check_compression(name): self.from_native(native) for name, native in value["settings"].items()}
+            for setting in found.values():
+                if (unfit := self.unfit(setting)) is not None:
+                    raise SpecKVError(unfit)
+            return found
         except (KeyError, TypeError, ValueError, AttributeError, SpecKVError) as error:
             reason = error if isinstance(error, SpecKVError) else repr(error)
             raise SpecKVError(f"{path}: not whole settings of {self.decoder} ({reason}); export them again") from None
@@ -295,11 +289,9 @@ class SettingsPolicy(Policy):
         super().__init__()
         self.exporter, self.settings = exporter, settings
         held = [settings.get(name, Setting(0)) for name in COMPRESSIONS]
-        self.caps, self.thresholds, self.leasts = (
-            np.array([getattr(setting, name) for setting in held]) for name in ("cap", "threshold", "least")
-        )
-        signals = exporter.signals()
-        self.features = ("compression", "draft_index", *signals) if signals else ("compression",)
+        self.caps = np.array([setting.cap for setting in held])
+        self.thresholds = np.array([setting.threshold for setting in held])
+        self.features = ("compression", *exporter.signals())
 
     @property
     def label(self) -> str:
@@ -321,34 +313,22 @@ class SettingsPolicy(Policy):
 
     def _goes_on(self, features: Features) -> BoolArray:
         code = features["compression"].astype(np.int64)
-        free = features["draft_index"] + self.exporter.drawn <= self.leasts[code]
         signal, *of = (features[name] for name in self.exporter.signals())
         value = signal / of[0] if of else signal
-        return np.asarray(free | (value >= self.thresholds[code]))
+        return np.asarray(value >= self.thresholds[code])
 
     def program(self) -> Program:
         return self.exporter.program_of(self.settings)
 
 
-def choose(candidates: Sequence[Setting], worth: FloatArray) -> dict[str, Setting]:
-    """The setting that is worth most, for each compression; the first of equals.
-
-    All have the same `least`, if any, since a portable policy has it once.
+def fastest(seconds: FloatArray) -> IntArray:
+    """Number of the fastest candidate, for each known compression; the first of equals.
 
     Args:
-        worth: (candidates, known compressions), the same of all where nothing is known; there, the sum decides.
+        seconds: (candidates, known compressions); 0 for compressions that were not played, which get what is fastest
+            over all.
     """
-    known = np.ptp(worth, axis=0) > 0
-    worth = np.where(known, worth, worth.sum(axis=1, keepdims=True))
-    best: tuple[float, dict[str, Setting]] = (-np.inf, {})
-    for least in dict.fromkeys(setting.least for setting in candidates):
-        rows = [number for number, setting in enumerate(candidates) if setting.least in (0, least)]
-        rows = [n for n in rows if not candidates[n].threshold or candidates[n].least == least]
-        chosen = [rows[int(worth[rows, code].argmax())] for code in range(len(COMPRESSIONS))]
-        total = float(sum(worth[row, code] for code, row in enumerate(chosen) if known[code]))
-        if total > best[0]:
-            best = total, {name: candidates[row] for name, row in zip(COMPRESSIONS, chosen, strict=True)}
-    return best[1]
+    return np.asarray(np.where(seconds.any(axis=0), seconds, seconds.sum(axis=1, keepdims=True)).argmin(axis=0))
 
 
 def _log_share(signal: str, of: str) -> Network:

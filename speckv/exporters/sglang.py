@@ -11,10 +11,11 @@ from speckv.compression import COMPRESSIONS, check_compression
 from speckv.costs import CostModel
 from speckv.errors import SpecKVError
 from speckv.exporters.schedule import FileEach, constant_gammas
+from speckv.exporters.settings import fastest
 from speckv.features import Features
 from speckv.policy import Memory, Outcome, Policy, State
 from speckv.traces import Rollouts
-from speckv.tuning import fastest_by_compression
+from speckv.tuning import seconds_by_compression
 
 #: What the file calls the first of its steps, which the server takes from the command line.
 _START = "speculative_num_steps"
@@ -135,7 +136,7 @@ class SglangExporter(FileEach):
 
     The server sees how many tokens each draft had accepted, and nothing else of it: a policy that needs more, or
     another rule, can't run there. With `--approximate` such a policy is replaced by the fastest of a few rules that the
-    server has.
+    server has, for each compression; those that the recording lacks get what is fastest over all sequences.
     """
 
     name = "sglang"
@@ -151,7 +152,7 @@ class SglangExporter(FileEach):
     def approximate(self, policy: Policy, traces: Rollouts, costs: CostModel) -> Policy:
         rules = candidates(traces.gamma_max)
         played = [AdaptiveSteps(dict.fromkeys(COMPRESSIONS, rule)) for rule in rules]
-        best = fastest_by_compression(played, traces, costs)
+        best = fastest(seconds_by_compression(played, traces, costs))
         return AdaptiveSteps({name: rules[index] for name, index in zip(COMPRESSIONS, best, strict=True)})
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from speckv.compression import COMPRESSIONS
 from speckv.costs import CostModel
 from speckv.errors import SpecKVError
-from speckv.exporters.schedule import FileEach, Schedule, constant_gammas
+from speckv.exporters.schedule import FileEach, Schedule, constant_gammas, ranges
 from speckv.policy import Policy
 from speckv.traces import Rollouts
 
@@ -20,7 +20,7 @@ class TensorRtLlmExporter(FileEach):
     1.3 and later up to a key: both read the same lengths here. Above the largest batch nothing is drafted.
 
     With `--approximate` a policy is replaced by the fastest number of tokens for each batch size that the cost model
-    was measured at.
+    was measured at, for each compression; those that the recording lacks get what is fastest over all sequences.
     """
 
     name = "tensorrt-llm"
@@ -53,12 +53,7 @@ def _options(gammas: Mapping[int, int]) -> dict[str, Any]:
 
 def _both_ends(gammas: Mapping[int, int]) -> dict[str, int]:
     """Tokens at the first and the last batch size of each length, and none above the largest."""
-    ends: list[tuple[int, int, int]] = []  # first batch size, last batch size, tokens
-    for size, gamma in gammas.items():
-        first = ends[-1][1] + 1 if ends else 1
-        if ends and ends[-1][2] == gamma:
-            first = ends.pop()[0]
-        ends.append((first, size, gamma))
+    ends = ranges(gammas)
     if ends[-1][2]:
         ends.append((ends[-1][1] + 1, ends[-1][1] + 1, 0))
     return {str(size): gamma for first, last, gamma in ends for size in (first, last)}

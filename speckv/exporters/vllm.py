@@ -1,17 +1,16 @@
 """vLLM: policies that the plugin speckv-vllm plays inside it, and numbers of tokens that it takes without one."""
 
 import pathlib
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from speckv import runtime
 from speckv.compression import COMPRESSIONS
 from speckv.costs import CostModel
-from speckv.errors import SpecKVError, SpecKVWarning
+from speckv.errors import SpecKVError
 from speckv.exporters.portable import BundlePolicy, PortableExporter
-from speckv.exporters.schedule import Schedule
-from speckv.exporters.settings import Setting, SettingsExporter
+from speckv.exporters.schedule import Schedule, ranges
+from speckv.exporters.settings import WITHOUT_DRAFT, Setting, SettingsExporter
 from speckv.files import read_json, write_json
 from speckv.policy import Policy
 from speckv.runtime import Bundle
@@ -35,7 +34,7 @@ class VllmExporter(PortableExporter):
     decoder = "vLLM 0.32 with the plugin speckv-vllm"
 
     def __init__(self, draft: str = "DRAFT") -> None:
-        self.draft = draft
+        self.draft = _checked(draft)
 
     def write(self, bundle: Bundle, out: pathlib.Path) -> None:
         most = max(bundle.gammas)
@@ -53,7 +52,11 @@ class VllmScheduleExporter(SettingsExporter):
         vllm serve TARGET --config OUT/bf16.yaml
 
     With `--approximate` a policy is replaced by the fastest number of tokens for each batch size that the costs were
-    measured at, and no more for a larger one. Above the largest, vLLM keeps that one's number.
+    measured at, and no more for a larger one. Above the largest, vLLM keeps that one's number. Compressions that the
+    recording lacks get what is fastest over all sequences.
+
+    Where no batch speculates, no draft model is named. In a table beside other numbers a 0 still costs one forward of
+    the draft, which is not counted here.
 
     Args:
         draft: the draft model, by name or folder.
@@ -66,32 +69,28 @@ class VllmScheduleExporter(SettingsExporter):
     observes = frozenset({"compression", "batch_size"})
 
     def __init__(self, draft: str = "DRAFT") -> None:
-        self.draft = draft
+        self.draft = _checked(draft)
 
     def to_native(self, setting: Setting) -> dict[str, Any]:
         if setting.threshold:
             raise SpecKVError(f"{self.decoder} has no threshold")
-        return _options(self.draft, {1: setting.cap})
+        return _options(self.draft, {1: setting.cap}) if setting.cap else WITHOUT_DRAFT
 
     def from_native(self, native: dict[str, Any]) -> Setting:
+        if native == WITHOUT_DRAFT:
+            return Setting(0)
         (cap,) = _gammas(native).values()
         return Setting(cap)
 
     def paste(self, native: dict[str, Any]) -> str:
-        return f"vllm serve TARGET --speculative-config '{super().paste(native)}'"
+        options = "" if native == WITHOUT_DRAFT else f" --speculative-config '{super().paste(native)}'"
+        return f"vllm serve TARGET{options}"
 
     def reason(self, policy: Policy) -> str | None:
         return None if isinstance(policy, Schedule) else super().reason(policy)
 
     def approximate(self, policy: Policy, traces: Rollouts, costs: CostModel) -> Policy:
         """The fastest number of tokens on `traces` for each compression and measured batch size."""
-        if len(costs.batch_sizes) == 1:
-            warnings.warn(
-                f"the costs of {costs.name} are of batches of {costs.batch_size} alone, so the number of tokens is the "
-                "same for all; profile them with --batch-sizes",
-                SpecKVWarning,
-                stacklevel=2,
-            )
         return Schedule.best(traces, costs)
 
     def export(self, policy: Policy, out: pathlib.Path) -> None:
@@ -100,14 +99,16 @@ class VllmScheduleExporter(SettingsExporter):
         else:
             gammas = {name: {1: setting.cap} for name, setting in self.settings_of(policy.program()).items()}
         for name in COMPRESSIONS:
-            write_json(out / f"{name}.yaml", {_TOP: _options(self.draft, gammas.get(name, {1: 0}))})
+            of = gammas.get(name, {})
+            write_json(out / f"{name}.yaml", {_TOP: _options(self.draft, of)} if any(of.values()) else {})
 
     def load(self, out: pathlib.Path) -> Policy:
         found = {}
         for name in COMPRESSIONS:
             path = out / f"{name}.yaml"
             try:
-                found[name] = _gammas(read_json(path, f"options of {self.decoder}")[_TOP])
+                options = read_json(path, f"options of {self.decoder}")
+                found[name] = _gammas(options[_TOP]) if options else {}
             except (KeyError, TypeError, ValueError) as error:
                 raise SpecKVError(f"{path}: not whole options of {self.decoder} ({error!r}); export again") from None
         return Schedule(found)
@@ -119,14 +120,14 @@ def _options(draft: str, gammas: Mapping[int, int]) -> dict[str, Any]:
     Args:
         gammas: batch size -> tokens for batches up to that size, above the next smaller one.
     """
-    ranges: list[list[int]] = []
-    for size, gamma in sorted(gammas.items()):
-        first = ranges[-1][1] + 1 if ranges else 1
-        if ranges and ranges[-1][2] == gamma:
-            first = ranges.pop()[0]
-        ranges.append([first, size, gamma])
     most = max(1, *gammas.values())  # which may not be 0
-    return {"method": "draft_model", "model": draft, _MOST: most, _RANGES: ranges}
+    return {"method": "draft_model", "model": draft, _MOST: most, _RANGES: [list(of) for of in ranges(gammas)]}
+
+
+def _checked(draft: str) -> str:
+    if not isinstance(draft, str):
+        raise SpecKVError(f"draft is {draft!r}; it must be the draft model's name or folder")
+    return draft
 
 
 def _gammas(options: Mapping[str, Any]) -> dict[int, int]:

@@ -16,7 +16,7 @@ def steps_of(metrics: Any, num_assistant_tokens: int, max_new_tokens: int) -> It
         max_new_tokens: of the request.
 
     Yields:
-        `step`, from 0; `gamma` and `accepted`, tokens; `seconds`.
+        `step`, from 0; `gamma` and `accepted`, tokens; `seconds`, None of the prompt's step.
     """
     raw, committed = metrics.raw_metrics, 0
     tokens = [int(count) for count in raw.m_batch_sizes]
@@ -25,4 +25,5 @@ def steps_of(metrics: Any, num_assistant_tokens: int, max_new_tokens: int) -> It
         gamma = min(num_assistant_tokens, max_new_tokens - committed - 1) if step else 0
         committed += count
         if whole or committed < sum(tokens):
-            yield {"step": step, "gamma": gamma, "accepted": count - 1, "seconds": microseconds / 1e6}
+            yield {"step": step, "gamma": gamma, "accepted": count - 1,
+                   "seconds": microseconds / 1e6 if step else None}  # fmt: skip

@@ -11,7 +11,7 @@ from speckv.errors import SpecKVError
 from speckv.features import check_features, signal_of
 from speckv.live.decoding import Decoding, Processor
 from speckv.live.drafting import Drafter, ModelDrafter
-from speckv.live.logging import StepSink
+from speckv.live.logging import StepSink, want_features
 from speckv.live.models import LanguageModel, chat_tokens, check_same_vocabulary
 from speckv.live.results import Decoded, KeptCache, Piece
 from speckv.live.sampling import Greedy, Sampler
@@ -76,7 +76,7 @@ class SpeculativeDecoder:
         merge_prefill: let a single text's first step take in the prompt, in the same forwards: one forward of each
             model fewer. The first step's seconds then hold the prompt's; a policy that learns online from seconds is
             refused. A batch takes in its prompts in front of the first step either way.
-        record_signals: keep all signals in the steps, whether the policy needs them or not. Logs need them.
+        record_signals: keep all signals in the steps, whether the policy needs them or not. Step logs need them.
         logs: where each step is written as it happens: `StepLogWriter`s, `SpeculationMetrics`.
 
     Raises:
@@ -110,7 +110,7 @@ class SpeculativeDecoder:
         self.target, self.policy, self.gamma_max = target, policy, gamma_max
         self.sampler = sampler or Greedy()
         self.static_cache, self.merge_prefill = static_cache, merge_prefill
-        self.logs, self.record_signals = tuple(logs), record_signals or bool(logs)
+        self.logs, self.record_signals = tuple(logs), record_signals or want_features(logs)
         self.cost_ratio = costs.cost_ratio(target.compression) if costs and "cost_ratio" in policy.features else 0.0
 
     def generate(self, prompt: Prompt, max_new_tokens: int = 128, **options: Unpack[Options]) -> Decoded:

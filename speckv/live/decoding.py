@@ -16,7 +16,7 @@ from speckv.errors import SpecKVError
 from speckv.features import FeatureTracker, When
 from speckv.live.caching import CachedModel
 from speckv.live.drafting import Drafting, PromptLookup
-from speckv.live.logging import StepRows, known_features, name_sequence
+from speckv.live.logging import StepRows, known_features, name_sequence, want_features
 from speckv.live.models import LanguageModel, to_device
 from speckv.live.results import Decoded, FinishReason, KeptCache, Piece, Signals, Step
 from speckv.live.signals import DRAWN_SIGNALS, drawn_signals, target_signals
@@ -181,7 +181,8 @@ class Decoding:
         self.going = list(self.sequences)
         merged = decoder.merge_prefill and len(prompts) == 1
         if decoder.logs:
-            features = known_features(decoder.drafter.signals | TARGET_SIGNALS.keys())
+            known = known_features(decoder.drafter.signals | TARGET_SIGNALS.keys())
+            features = known if want_features(decoder.logs) else []
             for sequence in self.sequences:
                 name, length = name_sequence(sequence.context), sequence.prompt_length
                 sequence.rows = StepRows(
@@ -241,7 +242,6 @@ class Decoding:
                     log_probabilities=sequence.log_probabilities,
                     finish_reason=sequence.finish_reason,
                     steps=sequence.steps,
-                    kind=self.policy.kind,
                     seconds=sequence.seconds,
                     prefill_seconds=self.prefill_seconds,
                     cache=KeptCache(sequence.context, self.target, self.drafting.cached) if self.keeps_cache else None,

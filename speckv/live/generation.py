@@ -25,7 +25,7 @@ from speckv.errors import SpecKVError
 from speckv.features import FeatureTracker, When
 from speckv.live.decoder import SpeculativeDecoder, check_decodable
 from speckv.live.drafting import ModelDrafter
-from speckv.live.logging import StepRows, StepSink, known_features, name_sequence
+from speckv.live.logging import StepRows, StepSink, known_features, name_sequence, want_features
 from speckv.live.models import LanguageModel
 from speckv.live.results import Decoded, Step
 from speckv.live.sampling import Greedy, Rejection
@@ -162,7 +162,6 @@ class Speculate:
             log_probabilities=[],
             finish_reason=sequence.finish_reason or "stop",
             steps=sequence.steps,
-            kind=self.policy.kind,
             seconds=sum(step.seconds for step in sequence.steps),
             prefill_seconds=decoding.prefill_seconds,
         )
@@ -266,9 +265,10 @@ class PolicyCandidates(CandidateGenerator):  # type: ignore[misc]  # transformer
             policy.features, np.array([self.prompt_length]), np.array([code]), np.array([ratio])
         )
         self.state = policy.new_state(1)
-        self.logs, self.rows = logs, None
+        self.logs, self.rows, self.record_signals = logs, None, want_features(logs)
         if logs:
-            features = known_features(ModelDrafter.signals | TARGET_SIGNALS.keys())
+            known = known_features(ModelDrafter.signals | TARGET_SIGNALS.keys())
+            features = known if self.record_signals else []
             context = prompt[0].tolist()
             self.rows = StepRows(
                 name_sequence(context), len(context), target.compression, features, policy.kind, prompt_in_first=True
@@ -336,7 +336,7 @@ class PolicyCandidates(CandidateGenerator):  # type: ignore[misc]  # transformer
         of_target = {name: value.cpu().numpy() for name, value in target_signals(scores[:, accepted]).items()}
         of_draft = {
             name: np.array([[signals[name] for signals in self._signals]], dtype=np.float32)
-            for name in (DRAWN_SIGNALS if self.logs else self.tracker.draft_signals)
+            for name in (DRAWN_SIGNALS if self.record_signals else self.tracker.draft_signals)
         }
         self.drafting.end([length + accepted])
         self.tracker.verified(np.array([gamma]), np.array([accepted]), of_draft, of_target)
@@ -359,7 +359,7 @@ class PolicyCandidates(CandidateGenerator):  # type: ignore[misc]  # transformer
             draft_seconds=drafting,
             verify_seconds=seconds - drafting,
             controller_seconds=0.0,
-            signals={name: values[0] for name, values in of_draft.items()} | of_target if self.logs else {},
+            signals={name: values[0] for name, values in of_draft.items()} | of_target if self.record_signals else {},
         )
         self.steps.append(step)
         if self.rows:

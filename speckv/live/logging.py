@@ -1,17 +1,15 @@
-"""Step logs of live decodes, for `speckv evaluate`: row by row as they happen, or of whole texts."""
+"""Step logs of live decodes, for `speckv evaluate`: row by row as they happen."""
 
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from speckv.errors import SpecKVError
 from speckv.evaluation.recording import BEFORE, CHOSEN
 from speckv.features import FeatureTracker, signal_of
-from speckv.live.results import Decoded, Step
-from speckv.steplogs import StepLog, columns_of
+from speckv.live.results import Step
 from speckv.traces import TARGET_SIGNALS
 
 _FEATURES = (*BEFORE, "batch_size")
@@ -20,7 +18,13 @@ _REDUCED = frozenset(signal for name in _FEATURES if (signal := signal_of(name))
 
 
 class StepSink(Protocol):
-    """Takes the steps of live decoders as they happen: a `StepLogWriter`, or `speckv.metrics.SpeculationMetrics`."""
+    """Takes the steps of live decoders as they happen: a `StepLogWriter`, or `speckv.metrics.SpeculationMetrics`.
+
+    Attributes:
+        wants_features: whether rows need the features before each step, for which the decoder has to read signals.
+    """
+
+    wants_features: ClassVar[bool]
 
     def write(
         self,
@@ -35,7 +39,8 @@ class StepSink(Protocol):
         task: str = "",
         **signals: float,
     ) -> None:
-        """Take in one step, see `StepLogWriter.write`."""
+        """Take in one step, see `StepLogWriter.write`. What this raises, as a log does that was closed, ends the
+        decode."""
 
 
 class StepRows:
@@ -89,6 +94,11 @@ class StepRows:
             log.write(**row)
 
 
+def want_features(logs: Sequence[StepSink]) -> bool:
+    """Whether any of the logs takes more than outcomes."""
+    return any(log.wants_features for log in logs)
+
+
 def known_features(signals: frozenset[str]) -> list[str]:
     """The features before a step that can be logged of a decoder whose steps hold these signals."""
     return [
@@ -101,37 +111,3 @@ def known_features(signals: frozenset[str]) -> list[str]:
 def name_sequence(prompt: Sequence[int]) -> str:
     """A name for the text behind a prompt (token ids): the same beginning for the same prompt, and never twice."""
     return f"{hashlib.sha256(repr(list(prompt)).encode()).hexdigest()[:12]} {secrets.token_hex(4)}"
-
-
-def log_steps(texts: Mapping[str, tuple[int, Decoded]], compression: str, task: str = "") -> StepLog:
-    """The steps of decoded texts, as a decoder that was given a `StepLogWriter` would have logged them.
-
-    Features that are made of signals are logged if the decoder recorded these (`record_signals=True`). What was chosen,
-    and with which chance, is logged if every policy decided before the step alone.
-
-    Args:
-        texts: identifier -> tokens of the prompt, and what came of it.
-        compression: of the target.
-        task: category of the texts.
-
-    Raises:
-        SpecKVError: there is no text.
-    """
-    if not texts:
-        raise SpecKVError("there is no text to log; decode one first")
-    features = known_features(_recorded(texts))
-    kind = "before" if all(text.kind == "before" for _, text in texts.values()) else "both"
-    rows = []
-    for name, (prompt_length, text) in texts.items():
-        of_text = StepRows(name, prompt_length, compression, features, kind, task)
-        rows += [of_text.row(step) for step in text.steps]
-    return StepLog.from_columns(columns_of(rows), {"source": "speckv, live decoder"})
-
-
-def _recorded(texts: Mapping[str, tuple[int, Decoded]]) -> frozenset[str]:
-    """The signals that every step holds; of drafted tokens, every step that drafted."""
-    steps = [step for _, text in texts.values() for step in text.steps]
-    of_draft = [set(step.signals) for step in steps if step.gamma]
-    return frozenset.intersection(
-        *map(frozenset, of_draft), *[frozenset(set(step.signals).union(*of_draft)) for step in steps]
-    )

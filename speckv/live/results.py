@@ -75,7 +75,6 @@ class Decoded:
         log_probabilities: of each token under the target, before processors and warping; empty unless asked for.
         finish_reason: `eos`, `stop` (a stop string) or `length`.
         steps: what happened, step by step.
-        kind: of the policy that decided them, as of `speckv.Policy.kind`.
         seconds: duration of all steps.
         prefill_seconds: duration of the forwards over the prompt.
         cache: for a text that goes on, if asked for.
@@ -87,7 +86,6 @@ class Decoded:
     log_probabilities: list[float]
     finish_reason: FinishReason
     steps: list[Step]
-    kind: str
     seconds: float
     prefill_seconds: float
     cache: "KeptCache | None" = None

@@ -1,4 +1,7 @@
-"""A policy bundle that drafts for llama-cpp-python (tried: 0.3.36). Nothing else is needed but NumPy."""
+"""A policy bundle that drafts for llama-cpp-python (tried: 0.3.36).
+
+It needs NumPy and safetensors; a log needs pyarrow.
+"""
 
 import secrets
 import time
