@@ -1,6 +1,7 @@
 """Recordings on disk, and a plain reading of what a recording says."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -9,9 +10,19 @@ from speckv.testing.recordings import TASKS, dense, make_costs, make_rollout, ma
 from speckv.traces import DRAFT_SIGNALS, Manifest, Rollout, TraceDataset
 
 __all__ = [
-    "TASKS", "dense", "drafted", "make_costs", "make_rollout", "make_rollouts", "make_sequences", "seconds_of",
-    "spelled", "step_seconds", "write_dataset",
+    "TASKS", "dense", "drafted", "make_batch_costs", "make_costs", "make_rollout", "make_rollouts", "make_sequences",
+    "seconds_of", "spelled", "step_seconds", "write_dataset",
 ]  # fmt: skip
+
+
+def make_batch_costs() -> CostModel:
+    """In a large batch every token of a draft takes its time, where a single sequence has some of them for free."""
+    tokens = np.arange(1, 18)
+    batches = {}
+    for size in (4, 32):
+        timings = Timings(tokens, np.array([1]), (0.05 + 0.003 * size * (tokens - 1))[:, None])
+        batches[size] = replace(make_costs(), verify={"bf16": timings, "nf4": timings})
+    return replace(make_costs(), batches=batches)
 
 
 def write_dataset(path, sequences: Sequence[Rollout], gamma_max: int = 8, budget: int = 40, **settings) -> TraceDataset:

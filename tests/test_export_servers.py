@@ -20,7 +20,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speckv.costs import Timings
 from speckv.errors import SpecKVError, SpecKVWarning
 from speckv.exporters.schedule import Schedule, best_by_batch
 from speckv.exporters.sglang import AdaptiveSteps, Rule, SglangExporter, candidates
@@ -32,7 +31,7 @@ from speckv.plugins import make_policy
 from speckv.policy import Outcome
 from speckv.replaying import replay
 
-from .synthetic import make_costs, make_rollouts
+from .synthetic import make_batch_costs, make_costs, make_rollouts
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +41,7 @@ def traces():
 
 @pytest.fixture(scope="module")
 def costs():
-    """In a large batch every token of a draft takes its time, where a single sequence has some of them for free."""
-    tokens = np.arange(1, 18)
-    batches = {}
-    for size in (4, 32):
-        timings = Timings(tokens, np.array([1]), (0.05 + 0.003 * size * (tokens - 1))[:, None])
-        batches[size] = replace(make_costs(), verify={"bf16": timings, "nf4": timings})
-    return replace(make_costs(), batches=batches)
+    return make_batch_costs()
 
 
 def test_the_best_for_each_batch_size_is_that_of_a_replay(traces, costs):

@@ -6,9 +6,7 @@ That vLLM does so is tested in plugins/speckv-vllm, which has an environment of 
 import itertools
 import json
 import warnings
-from dataclasses import replace
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
@@ -17,7 +15,6 @@ from hypothesis import strategies as st
 from speckv import runtime
 from speckv.cli import main
 from speckv.comparison import folds_of
-from speckv.costs import Timings
 from speckv.errors import SpecKVError, SpecKVWarning
 from speckv.exporters.schedule import Schedule, best_by_batch
 from speckv.exporters.settings import Setting
@@ -29,7 +26,7 @@ from speckv.recommending import recommend
 from speckv.saving import save_policy
 
 from .portable import fitted, recording
-from .synthetic import make_costs, make_rollouts, make_sequences, write_dataset
+from .synthetic import make_batch_costs, make_costs, make_rollouts, make_sequences, write_dataset
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +36,7 @@ def traces():
 
 @pytest.fixture(scope="module")
 def costs():
-    """In a large batch every token of a draft takes its time, where a single sequence has some of them for free."""
-    tokens = np.arange(1, 18)
-    batches = {}
-    for size in (4, 32):
-        timings = Timings(tokens, np.array([1]), (0.05 + 0.003 * size * (tokens - 1))[:, None])
-        batches[size] = replace(make_costs(), verify={"bf16": timings, "nf4": timings})
-    return replace(make_costs(), batches=batches)
+    return make_batch_costs()
 
 
 def options_in(path):
