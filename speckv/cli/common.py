@@ -5,7 +5,7 @@ import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -130,6 +130,20 @@ def _one_line_errors() -> Iterator[None]:
             raise
         click.echo("speckv: error: the device has not enough memory; decode less at once, or compress more", err=True)
         sys.exit(2)
+
+
+@contextlib.contextmanager
+def showing_progress(what: str) -> "Iterator[Callable[[int, int], None]]":
+    """A bar that goes when the work is done, moved by the function that this yields: how much is done, and of how
+    much. Where there is no terminal it shows nothing."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+        bar = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
 
 
 def make_console() -> "Console":

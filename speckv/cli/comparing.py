@@ -2,12 +2,11 @@
 
 import os
 import pathlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from speckv.cli.common import make_console, must_be_new
+from speckv.cli.common import make_console, must_be_new, showing_progress
 from speckv.errors import SpecKVError
 
 if TYPE_CHECKING:
@@ -78,8 +77,6 @@ def compare(
 
     If --traces is a step log, what policies would reach is estimated from it, for those that it can tell of.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     from speckv import tables
     from speckv.cli.ranking import rank_on_log
@@ -107,18 +104,10 @@ def compare(
     if twice := [model.name for model in costs if [m.name for m in costs].count(model.name) > 1]:
         raise SpecKVError(f"two of the cost models are called {twice[0]!r}; rename one")
     console = make_console()
-    with Progress(
-        TextColumn("comparing"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    ) as progress:
-        bar = progress.add_task("")
+    with showing_progress("comparing") as progress:
         result = compare_policies(
             policies, traces, costs, folds, seed, os.cpu_count() or 1,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            progress=progress,
             hold_out=hold_out, against=against,
         )  # fmt: skip
     for model in costs:

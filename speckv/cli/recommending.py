@@ -2,12 +2,11 @@
 
 import os
 import pathlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from speckv.cli.common import COSTS, TRACES, make_console, must_serve
+from speckv.cli.common import COSTS, TRACES, make_console, must_serve, showing_progress
 from speckv.errors import SpecKVError
 
 if TYPE_CHECKING:
@@ -63,8 +62,6 @@ def recommend(
     import json
 
     import numpy as np
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     from speckv import specs
     from speckv.plugins import load_costs
@@ -85,18 +82,10 @@ def recommend(
         traces = traces.take(np.isin(traces.compressions, compressions))
     costs = load_costs(costs_name) if costs_name else shipped_costs()[0]
     policies = _policies(policy_specs, host_of(exporter), traces.gamma_max)
-    with Progress(
-        TextColumn("playing policies"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    ) as progress:
-        bar = progress.add_task("", total=len(policies))
+    with showing_progress("playing policies") as progress:
         result = find(
             exporter, traces, costs, policies, batch_size or costs.batch_sizes[0], folds, seed, os.cpu_count() or 1,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            progress=progress,
         )  # fmt: skip
     if as_json:
         click.echo(json.dumps(result.to_json(), indent=2))

@@ -1,7 +1,6 @@
 """`speckv train`: a policy learns from a recording, and is kept."""
 
 import contextlib
-import copy
 import importlib.util
 import pathlib
 import shlex
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from speckv.cli.common import COSTS, FOLDER, TRACES, must_be_writable, must_learn
+from speckv.cli.common import COSTS, FOLDER, TRACES, must_be_writable, must_learn, showing_progress
 from speckv.errors import SpecKVError
 
 if TYPE_CHECKING:
@@ -174,16 +173,10 @@ def _train_from_log(
 @contextlib.contextmanager
 def _watched(policy: "Policy", checkpoint: pathlib.Path, log_dir: pathlib.Path | None) -> "Iterator[Watch]":
     """A watch that shows a progress bar."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from speckv.training import Watch
 
-    columns = (TextColumn("training {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
-        bar = progress.add_task(policy.label, total=None)
-        yield Watch(checkpoint, log_dir, lambda done, total: progress.update(bar, completed=done, total=total))
+    with showing_progress(f"training {policy.label}") as progress:
+        yield Watch(checkpoint, log_dir, progress)
 
 
 def _report(policy: "Policy", learned: "Rollouts", held_out: "Rollouts", costs: "CostModel") -> None:
@@ -192,14 +185,12 @@ def _report(policy: "Policy", learned: "Rollouts", held_out: "Rollouts", costs: 
 
     from speckv.comparison import naming
     from speckv.plugins import make_policy
-    from speckv.replaying import known_controller, measure_controller, replay
+    from speckv.tuning import play
 
     seconds = []
     for each in (policy, make_policy("best-fixed").fit(learned, costs)):
         with naming(each):
-            controller = known_controller(each, costs) or measure_controller(each, held_out, costs)
-            # A copy: it plays from the memory that it was fitted with, and keeps it.
-            seconds.append(replay(copy.deepcopy(each), held_out, costs, controller).sequence_seconds)
+            seconds.append(play(each, held_out, costs).sequence_seconds)
     for compression in np.unique(held_out.compressions):
         of_it = held_out.compressions == compression
         mine, fixed = (held_out.lengths[of_it].sum() / each[of_it].sum() for each in seconds)
