@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,12 +21,10 @@ from speckv.errors import SpecKVError
 from speckv.features import FEATURES
 from speckv.files import write_json
 from speckv.policy import Clairvoyant, Policy, check_playable
+from speckv.provenance import training_of
 from speckv.replaying import Replay, replay
-from speckv.saving import load_policy, save_policy
+from speckv.saving import FIDELITY, load_policy, save_policy
 from speckv.traces import Rollouts
-
-#: The file beside an exported policy that says how well it replays.
-FIDELITY = "fidelity.json"
 
 
 class Exporter(ABC):
@@ -235,16 +233,14 @@ def export(
     traces: Rollouts,
     costs: CostModel,
     approximate: bool = False,
-    training: dict[str, Any] | None = None,
 ) -> Fidelity:
-    """Export a policy to a new folder, whole or not at all, with its fidelity in `fidelity.json` beside it.
+    """Export a policy to a new folder, whole or not at all; its fidelity and its training stand in `fidelity.json`.
 
     Args:
         exporter, policy, traces, costs: as of `fidelity`.
         out: must not exist.
         approximate: fit a policy that the exporter refuses to the nearest that it can hold, on half of the prompts;
             fidelity is then that on the other half.
-        training: what is known of the data that the policy was trained on; it is kept beside the fidelity.
 
     Raises:
         SpecKVError: the exporter refuses the policy, or the folder exists or cannot be written.
@@ -270,7 +266,7 @@ def export(
             "decoder": exporter.decoder,
             "policy": policy.label,
             "approximated": approximated,
-            "training": training,
+            "training": training_of(policy) or None,
         }
         write_json(partial / FIDELITY, facts | asdict(result))
         partial.rename(out)

@@ -70,6 +70,7 @@ class Policy:
         explores: whether it draws lots for the sake of the log; a comparison leaves it out unless it is asked for.
         fitted: what `fit` learned, by name.
         memory: what it has learned while running, by name; empty unless it is online.
+        training: what a loaded policy was trained on, as far as its folder says; None unless it was loaded.
     """
 
     name: ClassVar[str]
@@ -82,6 +83,7 @@ class Policy:
     def __init__(self) -> None:
         self.fitted: dict[str, npt.NDArray[Any]] = {}
         self._memory: Memory | None = None
+        self.training: dict[str, Any] | None = None
 
     def fit(self, traces: "Rollouts", costs: "CostModel", seed: int = 0) -> Self:
         """Learn from recorded sequences and measured costs. Policies that learn nothing from them keep this one.
@@ -186,6 +188,11 @@ class Policy:
     def required_gamma(self) -> int:
         """The gamma that this instance was told to play, if it was; hosts with a smaller gamma_max refuse it."""
         return 0
+
+    @property
+    def inner_policies(self) -> "tuple[Policy, ...]":
+        """The policies that it passes questions on to; it has seen what they were trained on."""
+        return ()
 
     @property
     def online(self) -> bool:

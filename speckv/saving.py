@@ -1,17 +1,20 @@
 """Policies as files: JSON and safetensors, never pickle (rule R6)."""
 
 import pathlib
+from typing import Any
 
 import numpy as np
 
 import speckv
 from speckv.errors import SpecKVError
 from speckv.files import check_version, read_json, write_atomically, write_json
-from speckv.plugins import policy_class
+from speckv.plugins import make_policy, policy_class
 from speckv.policy import Memory, Policy
 
 FORMAT = "speckv-policy"
 SCHEMA_VERSION = 1
+#: The files beside a saved policy that say what it was trained on: that of `speckv train`, and that of an export.
+TRAINING, FIDELITY = "training.json", "fidelity.json"
 #: In front of the names of a policy's memory, which share a file with its fitted arrays.
 _MEMORY = "memory/"
 
@@ -47,8 +50,13 @@ def save_policy(policy: Policy, path: str | pathlib.Path) -> None:
     )
 
 
+def named_policy(spec: str) -> Policy:
+    """A policy as users name it: the folder of a saved one, else as of `make_policy`."""
+    return load_policy(spec) if (pathlib.Path(spec) / "policy.json").exists() else make_policy(spec)
+
+
 def load_policy(path: str | pathlib.Path) -> Policy:
-    """Read a policy that `save_policy` wrote.
+    """Read a policy that `save_policy` wrote, with what is known of its training.
 
     Raises:
         SpecKVError: the folder is not a policy, is of a newer format, or its policy is not installed.
@@ -73,7 +81,17 @@ def load_policy(path: str | pathlib.Path) -> Policy:
             raise ValueError(f"it reads {', '.join(names)}, and the installed one {', '.join(policy.features)}")
     except (KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
         raise SpecKVError(f"{path}: is not a whole saved policy ({error}); save it again") from None
+    policy.training = _read_training(path)
     return policy
+
+
+def _read_training(path: pathlib.Path) -> dict[str, Any]:
+    about = "what a policy was trained on"
+    if (path / TRAINING).exists():
+        return read_json(path / TRAINING, about)
+    if (path / FIDELITY).exists():
+        return read_json(path / FIDELITY, about).get("training") or {}
+    return {}
 
 
 def _layout(memory: Memory) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Choosing among candidates on training prompts, one choice for each compression."""
+"""What policies need that learn, from recordings and from step logs (`Policy.fit` and `Policy.fit_steps`)."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -9,10 +9,17 @@ import numpy as np
 from speckv.comparison import folds_of, naming
 from speckv.compression import COMPRESSIONS
 from speckv.costs import CostModel
+from speckv.errors import SpecKVError
+from speckv.evaluation.ranking import throughput_by_compression
+from speckv.evaluation.situations import batch_sizes
 from speckv.features import BoolArray, FloatArray, IntArray
 from speckv.policy import Policy
 from speckv.replaying import Replay, known_controller, measure_controller, replay
+from speckv.steplogs import StepLog
 from speckv.traces import Rollouts
+
+#: Tokens in front of a step of a log that does not say it.
+_CONTEXT = 256
 
 
 def fastest_by_compression(candidates: Sequence[Policy], traces: Rollouts, costs: CostModel) -> IntArray:
@@ -140,6 +147,18 @@ def settle_rate(policy: Policy, traces: Rollouts, costs: CostModel, rounds: int 
     policy.fitted["rate"] = best_rate
 
 
+def settle_rate_on_log(policy: Policy, log: StepLog, costs: CostModel, rounds: int = 3) -> None:
+    """As `settle_rate`, with the throughput that the log's steps let expect in place of a replay's."""
+    rate = best_rate = throughput_by_compression(policy, log, costs)
+    best = np.zeros(len(COMPRESSIONS))
+    for _ in range(rounds):
+        policy.fitted["rate"] = rate
+        reached = throughput_by_compression(policy, log, costs)
+        best_rate, best = np.where(reached > best, rate, best_rate), np.maximum(reached, best)
+        rate = reached
+    policy.fitted["rate"] = best_rate
+
+
 def step_seconds(costs: CostModel, traces: Rollouts) -> tuple[float, FloatArray]:
     """Seconds at the middle of the recorded contexts, for policies that weigh a step's cost.
 
@@ -158,3 +177,21 @@ def forward_seconds(costs: CostModel, context: int, gamma_max: int) -> tuple[flo
         if name in costs.verify:
             verify[code] = costs.verify[name].table(gamma_max + 1, context)[:, context]
     return costs.draft.at(1, context), verify
+
+
+def usual_context(log: StepLog) -> int:
+    """The median context of a log's steps, tokens, where it says any."""
+    context = log.signals.get("context_length", np.zeros(0))
+    known = context[~np.isnan(context)]
+    return int(np.median(known)) if len(known) else _CONTEXT
+
+
+def usual_costs(log: StepLog, costs: CostModel) -> CostModel:
+    """The costs of a batch of a log's median size.
+
+    Raises:
+        SpecKVError: the log is empty, or the costs were not measured for that size.
+    """
+    if not len(log):
+        raise SpecKVError("the log holds no steps to learn from; log some")
+    return costs.at_batch(int(np.median(batch_sizes(log, costs))))

@@ -6,7 +6,9 @@ That vLLM does so is tested in plugins/speckv-vllm, which has an environment of 
 import itertools
 import json
 import warnings
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from speckv import runtime
 from speckv.cli import main
 from speckv.comparison import folds_of
+from speckv.costs import Timings
 from speckv.errors import SpecKVError, SpecKVWarning
 from speckv.exporters.schedule import Schedule, best_by_batch
 from speckv.exporters.settings import Setting
@@ -23,6 +26,7 @@ from speckv.exporting import export, fidelity
 from speckv.plugins import make_exporter, make_policy, registry
 from speckv.policy import Clairvoyant
 from speckv.recommending import recommend
+from speckv.replaying import replay
 from speckv.saving import save_policy
 
 from .portable import fitted, recording
@@ -88,6 +92,25 @@ def test_the_fastest_number_for_each_batch_size(traces, costs, tmp_path):
         ranges = options_in(tmp_path / "out" / f"{name}.yaml")["num_speculative_tokens_per_batch_size"]
         assert [lookup(ranges, 99, size) for size in (1, 4, 32, 500)] == [best[1], best[4], best[32], best[32]]
         assert best[1] > best[4] > best[32] == 0
+
+
+def test_beside_numbers_for_other_batches_0_takes_a_draft_forward(traces):
+    """So 1 is faster in the middle, and 0 only where even that does not help, or no batch speculates at all."""
+
+    def growing(seconds):
+        timings = Timings(np.arange(1, 18), np.array([1]), (0.05 + seconds * np.arange(17))[:, None])
+        return replace(make_costs(), verify={"bf16": timings, "nf4": timings})
+
+    middle = growing(0.03)
+    none, one = (replay(make_policy(f"fixed:gamma={gamma}"), traces, middle) for gamma in (0, 1))
+    forwards = middle.draft.at(1, 1) * len(none.gamma)
+    assert none.seconds.sum() < one.seconds.sum() < none.seconds.sum() + forwards
+    costs = replace(make_costs(), batches={4: middle, 32: growing(0.3)})
+    schedule = VllmScheduleExporter().approximate(make_policy("heuristic"), traces, costs)
+    assert [schedule.at("int8", size) for size in (4, 32)] == [1, 0] and schedule.at("int8", 1) > 1
+    assert best_by_batch(traces, costs) == schedule.gammas["int8"] | {4: 0}
+    alone = replace(middle, batches={4: middle})
+    assert not any(VllmScheduleExporter().approximate(make_policy("heuristic"), traces, alone).gammas["int8"].values())
 
 
 def test_costs_of_single_sequences_say_nothing_of_batches(traces, tmp_path):

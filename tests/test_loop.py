@@ -12,10 +12,11 @@ from speckv import SpecKVError
 from speckv.cli import main
 from speckv.compression import COMPRESSIONS
 from speckv.evaluation import to_steps
-from speckv.evaluation.ranking import RANKED_BY, prompt_of, rank, split_by_prompt, throughput_by_compression
+from speckv.evaluation.ranking import RANKED_BY, rank, split_by_prompt, throughput_by_compression
 from speckv.exporters.bundle import BundleExporter
 from speckv.live.generation import Speculate
 from speckv.plugins import make_policy
+from speckv.provenance import prompt_of
 from speckv.replaying import replay
 from speckv.saving import load_policy, save_policy
 from speckv.steplog_writer import StepLogWriter
@@ -145,8 +146,10 @@ def test_prompts_are_held_out_whole(explored):
     )
     parts = split_by_prompt(steps_of([1, 1, 1, 1], [0, 0, 0, 0], sequence=names), 5)
     assert {tuple(sorted({name[5] for name in part.sequence.tolist()})) for part in parts} == {("a",), ("b",)}
-    with pytest.raises(SpecKVError, match="the log holds 1 prompt: too few"):
-        split_by_prompt(steps_of([1], [0]), 2)
+    nothing = StepLog.from_columns({name: column[:0] for name, column in explored.columns.items()}, {})
+    for log, count in ((steps_of([1], [0]), "1"), (nothing, "no")):
+        with pytest.raises(SpecKVError, match=f"the log holds {count} prompt: too few"):
+            split_by_prompt(log, 2)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +189,48 @@ def test_a_policy_is_judged_on_texts_that_it_was_not_trained_on(explored, costs_
     assert "was fitted" not in run("evaluate", log, "--costs", costs_file, "--policy", "none")
 
 
+@pytest.fixture(scope="module")
+def trained(explored, small_costs, tmp_path_factory):
+    """Folders of policies that were trained on the log: on two thirds of its prompts, and on all."""
+    place = tmp_path_factory.mktemp("trained")
+    explored.save(place / "log.parquet")
+    small_costs.save(place / "costs.json")
+    train = ["train", "best-fixed", "--from", place / "log.parquet", "--costs", place / "costs.json"]
+    run(*train, "--folds", 3, "--out", place / "some")
+    run(*train, "--folds", 1, "--out", place / "all")
+    return place
+
+
+@pytest.mark.filterwarnings("ignore::speckv.errors.SpecKVWarning")
+@pytest.mark.parametrize("around", ["{}", "hysteresis:policy={}", "hysteresis:policy=explore:policy={}"])
+def test_a_policy_is_judged_on_other_prompts_wherever_it_is_inside(around, explored, small_dataset, trained, tmp_path):
+    """On a step log and on a recording, by itself and inside others; what was shipped knows its prompts, too."""
+    data = ["--traces", small_dataset.path, "--costs", trained / "costs.json"]
+    some, every = (around.format(trained / name) for name in ("some", "all"))
+    said = run("export", some, "--to", "speckv", "--out", tmp_path / "shipped", *data)
+    assert "; 4 sequences of prompts that it was not trained on, costs" in said
+    said = run("export", every, "--to", "speckv", "--out", tmp_path / "all", *data)
+    assert "; 12 sequences that it was trained on, costs" in said
+    of_log = ["compare", "--traces", trained / "log.parquet", "--costs", trained / "costs.json"]
+    for spec in (some, tmp_path / "shipped"):
+        said = " ".join(run(*of_log, "--policy", spec, "--policy", "fixed:gamma=3").split())
+        assert " of 4 sequences, held out from fitting" in said and "does not say" not in said
+    if around == "{}":  # a comparison on a recording trains anew
+        return
+    said = run("compare", *data, "--folds", 2, "--policy", some, "--json", tmp_path / "out.json")
+    assert "8 of 12 prompts are left out: policies of the comparison were trained on them" in said.replace("\n", " ")
+    assert json.loads((tmp_path / "out.json").read_text())["settings"]["prompts"] == 4
+    done = CliRunner().invoke(main, list(map(str, ["compare", *data, "--policy", every])))
+    assert done.exit_code == 2 and "were trained on all prompts of the traces" in done.output
+
+
+@pytest.mark.filterwarnings("ignore::speckv.errors.SpecKVWarning")
+def test_the_prompts_of_a_policy_inside_are_warned_of(explored, trained):
+    command = ["evaluate", trained / "log.parquet", "--costs", trained / "costs.json", "--policy"]
+    assert "was fitted to prompts of the log" in run(*command, f"hysteresis:policy={trained / 'all'}")
+    assert "was fitted" not in run(*command, "hysteresis:policy=heuristic:start=2")
+
+
 @pytest.mark.filterwarnings("ignore::speckv.errors.SpecKVWarning")
 def test_wrappers_pass_a_log_on(explored, small_costs):
     """To a policy that learns from it, and around one that learns nothing, there is nothing to pass."""
@@ -220,9 +265,27 @@ def test_a_saved_policy_explores(explored, small_traces, small_costs, tmp_path):
     assert set(log.propensity.round(6)) == {0.1, 0.6}
     save_policy(player.forget(), tmp_path / "exploring")
     assert load_policy(tmp_path / "exploring").fitted.keys() == player.fitted.keys()
-    for play in (lambda policy: policy.fit(small_traces, small_costs), lambda policy: policy.fit_steps(None, None)):
+    for play in (
+        lambda policy: policy.fit(small_traces, small_costs),
+        lambda policy: policy.fit_steps(explored, small_costs),
+    ):
         kept = play(make_policy(f"explore:policy={tmp_path / 'better'}"))
         assert np.array_equal(kept.fitted["gamma"], inside.fitted["gamma"])
+
+
+def test_a_saved_policy_inside_remembers_what_it_did(small_traces, small_costs, tmp_path):
+    """However it was played since; and a wrapper that learns nothing plays as it is, too."""
+    saved = make_policy("ucb1").fit(small_traces, small_costs)
+    replay(saved, small_traces, small_costs)
+    save_policy(saved, tmp_path / "saved")
+    policy = make_policy(f"explore:policy=hysteresis:policy={tmp_path / 'saved'}")
+    for play in (lambda: policy, lambda: policy.fit(small_traces, small_costs)):
+        assert play().fitted and all(np.array_equal(policy.memory[name], saved.memory[name]) for name in saved.memory)
+        replay(policy, small_traces, small_costs)
+        assert any(not np.array_equal(policy.memory[name], saved.memory[name]) for name in saved.memory)
+    forgot = make_policy(policy.label).forget()
+    assert forgot.fitted and all(np.array_equal(forgot.memory[name], new) for name, new in policy.new_memory().items())
+    assert make_policy("off-switch").fitted == make_policy("hysteresis:policy=best-fixed").fitted == {}
 
 
 @pytest.mark.filterwarnings("ignore::speckv.errors.SpecKVWarning")

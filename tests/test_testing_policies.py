@@ -1,5 +1,6 @@
 """The kit finds nothing wrong with good policies, and what is wrong with each of these bad ones."""
 
+import copy
 import pickle
 import sys
 import time
@@ -84,6 +85,18 @@ class Trained(Good):
 
     def choose_gamma(self, features, state):
         return int(self.fitted["gamma"][0])
+
+
+class Logged(Trained):
+    """Learns from step logs as well: drafts as many as stood on average."""
+
+    name = "logged"
+
+    def fit_steps(self, log, costs, seed=0):
+        if not len(log):
+            raise SpecKVError("the log is empty")
+        self.fitted = {"gamma": np.array([1 + int(log.accepted.mean()) + seed])}
+        return self.forget()
 
 
 class Bound(speckv.Clairvoyant):
@@ -384,6 +397,103 @@ class Pickled(Trained):
         return self
 
 
+class Choosy(Logged):
+    """Can't use any log."""
+
+    def fit_steps(self, log, costs, seed=0):
+        raise SpecKVError("the log is of no use")
+
+
+class Ungrateful(Logged):
+    """Gives another policy back."""
+
+    def fit_steps(self, log, costs, seed=0):
+        super().fit_steps(log, costs, seed)
+        return copy.deepcopy(self)
+
+
+class Empty(Logged):
+    """Has learned nothing from the log."""
+
+    def fit_steps(self, log, costs, seed=0):
+        return self.forget()
+
+
+class Reckless(Logged):
+    """Is fitted to a log by chance."""
+
+    def fit_steps(self, log, costs, seed=0):
+        super().fit_steps(log, costs, seed).fitted["luck"] = np.random.default_rng().random(4)
+        return self
+
+
+class Resuming(Logged):
+    """Goes on from the log before."""
+
+    def fit_steps(self, log, costs, seed=0):
+        before = self.fitted.get("gamma", np.array([0]))
+        super().fit_steps(log, costs, seed).fitted["gamma"] += before
+        return self
+
+
+class Adjusting(Logged):
+    """Keeps what a log taught it among its parameters."""
+
+    def __init__(self, gamma=2):
+        super().__init__()
+        self.gamma = gamma
+
+    def fit_steps(self, log, costs, seed=0):
+        self.gamma = 3
+        return super().fit_steps(log, costs, seed)
+
+
+class Scribbling(Logged):
+    """Counts what stood in the log itself."""
+
+    def fit_steps(self, log, costs, seed=0):
+        log.accepted[:] += 1
+        return super().fit_steps(log, costs, seed)
+
+
+class Losing(Logged):
+    """Keeps what a log taught it where nobody saves it."""
+
+    gamma = 2
+
+    def fit_steps(self, log, costs, seed=0):
+        self.gamma = 5
+        return super().fit_steps(log, costs, seed)
+
+    def choose_gamma(self, features, state):
+        return self.gamma
+
+
+class Spoilt(Logged):
+    """Takes it for granted that a log says the compression of its steps."""
+
+    def fit_steps(self, log, costs, seed=0):
+        assert (log.compression != "").all()
+        return super().fit_steps(log, costs, seed)
+
+
+class Demanding(Logged):
+    """Takes it for granted that there are steps in a log."""
+
+    def fit_steps(self, log, costs, seed=0):
+        self.fitted = {"gamma": np.array([log.accepted.max()])}
+        return self.forget()
+
+
+class Rambling(Logged):
+    """Complains at length of a log without signals."""
+
+    def fit_steps(self, log, costs, seed=0):
+        if not log.signals:
+            raise SpecKVError("there are no signals\nin the log")
+        return super().fit_steps(log, costs, seed)
+
+
 class Logarithmic(Good):
     """Takes a logarithm of what may be 0."""
 
@@ -490,6 +600,17 @@ SPECIMENS = {
     "fits_by_seed": [(Lucky, {"fits_anew"})],
     "fits_anew": [(Accumulating, set())],
     "fits_without_changing_parameters": [(Tuning, set())],
+    "fits_step_logs": [
+        (Choosy, set()),
+        (Ungrateful, set()),
+        (Empty, set()),
+        (Reckless, set()),
+        (Resuming, set()),
+        (Adjusting, set()),
+        (Scribbling, set()),
+        (Losing, set()),
+    ],
+    "refuses_useless_logs": [(Spoilt, set()), (Demanding, set()), (Rambling, set())],
     "leaves_the_recording_alone": [(Careless, set())],
     "survives_saving": [(Forgetful, set())],
     "saves_no_pickle": [(Pickled, set())],
@@ -502,7 +623,7 @@ SPECIMENS = {
     "decodes_live_as_replayed": [(Numbered, set())],
     "decodes_losslessly": [(Forging, {"decodes_live_as_replayed"})],
 }
-GOOD = [Good(), Inside(), Online(), Warmed(), Trained(), Bound()]
+GOOD = [Good(), Inside(), Online(), Warmed(), Trained(), Logged(), Bound()]
 BAD = [(name, policy, also) for name, of_check in SPECIMENS.items() for policy, also in of_check]
 
 

@@ -194,17 +194,16 @@ def test_an_off_switch_that_never_switches_is_the_policy_inside(inside, tmp_path
         assert played(wrapper) == expected
 
 
-def test_hysteresis_over_a_policy_without_a_gamma_is_refused():
+def test_hysteresis_over_a_policy_without_a_gamma_is_refused(monkeypatch):
     class StopOnly(Policy):
         name = "stop-only"
 
         def keep_drafting(self, features, state):
             return False
 
-    policy = make_policy("hysteresis")
-    policy.inner = StopOnly()
+    monkeypatch.setattr("speckv_policies.meta.named_policy", lambda spec: StopOnly())
     with pytest.raises(SpecKVError, match="chooses no gamma"):
-        policy.fit(TRACES, COSTS)
+        make_policy("hysteresis").fit(TRACES, COSTS)
 
 
 def test_hysteresis_leaves_stops_inside_the_draft_alone():

@@ -1,9 +1,8 @@
 """Policies made of others: a bandit over stop rules, and wrappers around any policy."""
 
 import functools
-import pathlib
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -11,13 +10,11 @@ import numpy.typing as npt
 from speckv import CostModel, Features, Memory, Outcome, Policy, Rollouts, State
 from speckv.compression import COMPRESSIONS
 from speckv.errors import SpecKVError
-from speckv.evaluation.ranking import usual_context, usual_costs
 from speckv.features import BoolArray, FloatArray, IntArray
-from speckv.plugins import make_policy
 from speckv.policy import select_rows
-from speckv.saving import load_policy
+from speckv.saving import named_policy
 from speckv.steplogs import StepLog
-from speckv.tuning import forward_seconds, step_seconds
+from speckv.tuning import forward_seconds, step_seconds, usual_context, usual_costs
 from speckv_policies.parameters import check_count, check_range
 
 #: Stop rules without parameters: whether to draft on behind a token.
@@ -121,10 +118,16 @@ class _InnerFeatures:
 
 class _Wrapper(Policy):
     """Passes every question on to another policy, named by `policy` as users name it. Both share one state, one
-    memory and one set of fitted arrays."""
+    memory and one set of fitted arrays.
+
+    A policy inside that has nothing left to learn, such as a saved one, plays as it is; a wrapper that learns nothing
+    itself is then fitted, too.
+    """
 
     features = _InnerFeatures()
     own_features: tuple[str, ...] = ()
+    #: Whether it learns more than the policy inside does.
+    learns: ClassVar[bool] = False
 
     def __init__(self, policy: str) -> None:
         super().__init__()
@@ -133,7 +136,30 @@ class _Wrapper(Policy):
     @functools.cached_property
     def inner(self) -> Policy:
         # Made late: policies are known by name only when all of them are registered, this one included.
-        return make_policy(self.policy)
+        return named_policy(self.policy)
+
+    @property
+    def inner_policies(self) -> tuple[Policy, ...]:
+        return (self.inner,)
+
+    @property
+    def fitted(self) -> dict[str, npt.NDArray[Any]]:
+        self._take_if_ready()
+        return self._fitted
+
+    @fitted.setter
+    def fitted(self, fitted: dict[str, npt.NDArray[Any]]) -> None:
+        self._fitted = fitted
+
+    def forget(self) -> Self:
+        self._take_if_ready()  # what the policy inside remembers is forgotten, too
+        return super().forget()
+
+    def _take_if_ready(self) -> None:
+        """Be fitted if nothing is left to learn, here and inside."""
+        if not self._fitted and not self.learns and not _has_to_learn(self.inner):
+            self._check_inner()
+            self._take(np.zeros(len(COMPRESSIONS)))
 
     @property
     def required_gamma(self) -> int:
@@ -142,24 +168,26 @@ class _Wrapper(Policy):
     def overrides(self, method: str) -> bool:
         inside = self.inner.overrides(method)
         if method == "fit_steps":
-            return inside or not self._inner_learns
+            return inside or not _has_to_learn(named_policy(self.policy))
         return inside or (method not in ("draw_token", "keep_drafting", "new_memory") and super().overrides(method))
 
-    @property
-    def _inner_learns(self) -> bool:
-        return type(self.inner).fit is not Policy.fit
-
     def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
-        self._check_inner()
-        self.inner.fit(traces, costs, seed)
+        self._renew()
+        if _has_to_learn(self.inner):
+            self.inner.fit(traces, costs, seed)
         return self._take(step_seconds(costs, traces)[1][:, 1] + costs.overhead)
 
     def fit_steps(self, log: StepLog, costs: CostModel, seed: int = 0) -> Self:
-        self._check_inner()
-        if self._inner_learns:
+        self._renew()
+        if _has_to_learn(self.inner):
             self.inner.fit_steps(log, costs, seed)
         costs = usual_costs(log, costs)
         return self._take(forward_seconds(costs, usual_context(log), 0)[1][:, 1] + costs.overhead)
+
+    def _renew(self) -> None:
+        """Have the policy inside as it is named, whatever became of it since."""
+        self.inner = named_policy(self.policy)
+        self._check_inner()
 
     def _check_inner(self) -> None:
         """Raise SpecKVError if this can't be played around the policy inside."""
@@ -201,6 +229,11 @@ class _Wrapper(Policy):
         self.inner.observe(outcome, state)
 
 
+def _has_to_learn(policy: Policy) -> bool:
+    """Whether a policy can't be played before it is fitted."""
+    return type(policy).fit is not Policy.fit and not policy.fitted
+
+
 class Hysteresis(_Wrapper):
     """Another policy's gamma, changed only when it has been kept for a while and the new one is far enough away.
 
@@ -209,7 +242,8 @@ class Hysteresis(_Wrapper):
     gets beyond a margin that is larger than those.
 
     Args:
-        policy: as users call it, such as "heuristic:start=3"; it must choose gamma before the step.
+        policy: as users call it, such as "heuristic:start=3" or the folder of a saved one; it must choose gamma before
+            the step.
         dwell: steps that a gamma is kept at least, from 1.
         margin: tokens by which the new gamma must differ at least, from 1.
     """
@@ -258,8 +292,8 @@ class Explore(_Wrapper):
     With probability `epsilon` each gamma from 0 to `largest` is equally likely.
 
     Args:
-        policy: as users call it, such as "heuristic:start=3", or the folder of a saved one, which plays as it is; it
-            must decide before the step alone.
+        policy: as users call it, such as "heuristic:start=3" or the folder of a saved one; it must decide before the
+            step alone.
         epsilon: chance of drawing lots, above 0 and at most 1.
         largest: most tokens that are drawn, from 1.
         random_state: seed of the lots.
@@ -278,18 +312,6 @@ class Explore(_Wrapper):
         check_range(1e-9, 1, epsilon=epsilon)
         check_count(1, largest=largest)
         self.epsilon, self.largest, self.random_state = epsilon, largest, random_state
-        if self._saved:  # there is nothing left to fit
-            self._check_inner()
-            self._take(np.zeros(len(COMPRESSIONS)))
-
-    @property
-    def _saved(self) -> bool:
-        # The default is a name, whatever lies in the folder at hand: it is made while policies are being registered.
-        return self.policy != "heuristic" and (pathlib.Path(self.policy) / "policy.json").exists()
-
-    @functools.cached_property
-    def inner(self) -> Policy:
-        return load_policy(self.policy) if self._saved else make_policy(self.policy)
 
     @property
     def required_gamma(self) -> int:
@@ -297,12 +319,6 @@ class Explore(_Wrapper):
 
     def overrides(self, method: str) -> bool:
         return method == "new_memory" or super().overrides(method)
-
-    def fit(self, traces: Rollouts, costs: CostModel, seed: int = 0) -> Self:
-        return self if self._saved else super().fit(traces, costs, seed)
-
-    def fit_steps(self, log: StepLog, costs: CostModel, seed: int = 0) -> Self:
-        return self if self._saved else super().fit_steps(log, costs, seed)
 
     def _check_inner(self) -> None:
         if self.inner.kind != "before":
@@ -343,7 +359,7 @@ class OffSwitch(_Wrapper):
     and switch belong to a sequence, since whether speculation pays changes with the text.
 
     Args:
-        policy: as users call it, such as "fixed:gamma=6".
+        policy: as users call it, such as "fixed:gamma=6" or the folder of a saved one.
         decay: in [0, 1].
         patience, probe: drafting steps before the first judgement, and before those after a pause, from 1.
         probe_every: steps of a pause, from 1.
@@ -351,6 +367,7 @@ class OffSwitch(_Wrapper):
 
     name = "off-switch"
     own_features = ("compression",)
+    learns = True
     source = (
         "switching speculation off where it does not pay, as TensorRT-LLM's `acceptance_rate_threshold` (which is for "
         "good); judging by measured time, trying again, and the constants are ours"

@@ -8,12 +8,11 @@ import numpy.typing as npt
 from speckv import CostModel, Features, Policy, Rollouts, State, replay
 from speckv.compression import COMPRESSIONS
 from speckv.errors import SpecKVError
-from speckv.evaluation.ranking import settle_rate_on_log, usual_context, usual_costs
 from speckv.features import FloatArray
 from speckv.runtime.models import Inputs, Network
 from speckv.runtime.programs import Choice, Program
 from speckv.steplogs import StepLog
-from speckv.tuning import forward_seconds, settle_rate, step_seconds
+from speckv.tuning import forward_seconds, settle_rate, settle_rate_on_log, step_seconds, usual_context, usual_costs
 from speckv_policies.fixed import Fixed
 from speckv_policies.parameters import check_count
 

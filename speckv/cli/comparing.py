@@ -11,6 +11,7 @@ from speckv.errors import SpecKVError
 
 if TYPE_CHECKING:
     from speckv.comparison import HoldOut
+    from speckv.traces import Rollouts
 
 _IN_A_BATCH = (
     "in a batch of n a step takes what all n sequences take together: tok/s are those of one, and the machine's n "
@@ -99,6 +100,7 @@ def compare(
         )
     traces = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
     policies, left_out = _policies(policy_specs, traces.gamma_max, train)
+    traces, seen = _unseen(traces, policies)
     models = [load_costs(name) for name in cost_names] or shipped_costs()
     costs = [model.at_batch(size) for model in models for size in batch_sizes or model.batch_sizes[:1]]
     if twice := [model.name for model in costs if [m.name for m in costs].count(model.name) > 1]:
@@ -124,6 +126,8 @@ def compare(
         )
     if max(result.settings["batch_sizes"]) > 1:
         console.print(_IN_A_BATCH, style="dim")
+    if seen:
+        console.print(seen, style="dim", highlight=False)
     if timed := result.settings["decision_times_measured_here"]:
         console.print(f"decision times measured in this run: {', '.join(timed)}", style="dim", highlight=False)
     for reason, names in left_out.items():
@@ -152,6 +156,22 @@ def _policies(specs: tuple[str, ...], gamma_max: int, train: bool) -> tuple[list
     labels = {policy.label for policy in wanted}
     required = [make_policy("fixed:gamma=4" if name == "fixed-4" else name) for name in REQUIRED]
     return wanted + [policy for policy in required if policy.label not in labels], left_out
+
+
+def _unseen(traces: "Rollouts", policies: list[Any]) -> "tuple[Rollouts, str]":
+    """The sequences of prompts that no policy was trained on, nor one inside it; and what to say of the others."""
+    import numpy as np
+
+    from speckv.provenance import seen_in
+
+    seen = set[str]().union(*(seen_in(policy, traces) for policy in policies))
+    if not seen:
+        return traces, ""
+    prompts = len(set(traces.ids.tolist()))
+    if len(seen) == prompts:
+        raise SpecKVError("policies of the comparison were trained on all prompts of the traces; compare on others")
+    said = f"{len(seen)} of {prompts} prompts are left out: policies of the comparison were trained on them"
+    return traces.take(~np.isin(traces.ids, list(seen))), said
 
 
 def _unfit(policy: Any, gamma_max: int, train: bool) -> str | None:

@@ -158,14 +158,13 @@ def _playable_policy(
     spec: str, compression: str, traces_path: pathlib.Path | None, costs_name: str | None
 ) -> tuple[Any, Any]:
     """A policy that can decode a target at a compression, fitted if it has to be, and the cost model for it."""
-    from speckv.plugins import load_costs, make_policy
+    from speckv.plugins import load_costs
     from speckv.policy import Policy
-    from speckv.saving import load_policy
+    from speckv.saving import named_policy
     from speckv.shipped import shipped_costs, shipped_traces
     from speckv.traces import TraceDataset
 
-    saved = (pathlib.Path(spec) / "policy.json").exists()
-    policy = load_policy(spec) if saved else make_policy(spec)
+    policy = named_policy(spec)
     costs = load_costs(costs_name) if costs_name else shipped_costs()[0]
     if type(policy).fit is not Policy.fit and not policy.fitted:
         recorded = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()

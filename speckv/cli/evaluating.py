@@ -118,24 +118,23 @@ def _policies(
     import warnings
 
     from speckv.errors import SpecKVWarning
-    from speckv.evaluation.ranking import fitted_to, prompts_of
     from speckv.evaluation.situations import check_evaluable
-    from speckv.plugins import make_policy
     from speckv.policy import Policy
-    from speckv.saving import load_policy
+    from speckv.provenance import prompts_of, seen_in
+    from speckv.saving import named_policy
     from speckv.shipped import shipped_costs, shipped_traces
     from speckv.traces import TraceDataset
 
     policies = []
     for spec in specs:
-        policy = load_policy(spec) if (pathlib.Path(spec) / "policy.json").exists() else make_policy(spec)
+        policy = named_policy(spec)
         check_evaluable(policy)
-        known = fitted_to(spec)
+        known = seen_in(policy, log)
         if type(policy).fit is not Policy.fit and not policy.fitted:
             traces = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
             policy.fit(traces, costs or shipped_costs()[0])
-            known = set(traces.ids.tolist())
-        if known & set(prompts_of(log).tolist()):
+            known |= set(traces.ids.tolist()) & set(prompts_of(log).tolist())
+        if known:
             warnings.warn(
                 f"{policy.label} was fitted to prompts of the log, so that it looks better than it is: fit it to "
                 "others, with `speckv train` or --traces",

@@ -37,8 +37,9 @@ def export(
 ) -> None:
     """Write POLICY for a decoder, and replay what was written beside the original.
 
-    POLICY is the folder of a saved policy, or NAME or NAME:PARAMETER=VALUE,… of one that needs no training. What it was
-    trained on by `speckv train` is left out of the traces, unless nothing else is there.
+    POLICY is the folder of a saved policy, or NAME or NAME:PARAMETER=VALUE,… of one that needs no training. The prompts
+    that it was trained on by `speckv train`, from a recording or a step log, are left out of the traces, unless nothing
+    else is there.
     """
     if listing:
         _list(as_json)
@@ -49,10 +50,10 @@ def export(
     import warnings
 
     from speckv.errors import SpecKVWarning
-    from speckv.exporting import FIDELITY
     from speckv.exporting import export as write
     from speckv.files import read_json
     from speckv.plugins import load_costs, make_exporter
+    from speckv.saving import FIDELITY
     from speckv.shipped import shipped_costs, shipped_traces
     from speckv.traces import TraceDataset
 
@@ -60,12 +61,10 @@ def export(
     policy = _policy(policy_spec)
     traces = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
     costs = shipped_costs()[0] if costs_name is None else load_costs(costs_name)
-    about = pathlib.Path(policy_spec) / "training.json"
-    training = read_json(about, "what a policy was trained on") if about.exists() else None
-    traces, held_out = _held_out(traces, training)
+    traces, held_out = _held_out(traces, policy)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SpecKVWarning)
-        result = write(exporter, policy, out, traces, costs, approximate, training)
+        result = write(exporter, policy, out, traces, costs, approximate)
     for warning in caught:
         click.echo(f"speckv: {warning.message}", err=True)
     stored = (out / FIDELITY).read_text(encoding="utf-8")
@@ -106,14 +105,13 @@ def _policy(spec: str) -> "Policy":
     return policy
 
 
-def _held_out(traces: "Rollouts", training: dict[str, Any] | None) -> "tuple[Rollouts, str]":
+def _held_out(traces: "Rollouts", policy: "Policy") -> "tuple[Rollouts, str]":
     """The sequences whose prompts a policy was not trained on, all if it was on each, and which these are in words."""
     import numpy as np
 
-    from speckv.training import fingerprints
+    from speckv.provenance import seen_in
 
-    seen = np.isin(fingerprints(traces), (training or {}).get("sequences", []))
-    known = np.isin(traces.ids, traces.ids[seen])
+    known = np.isin(traces.ids, list(seen_in(policy, traces)))
     if not known.any():
         return traces, ""
     if known.all():

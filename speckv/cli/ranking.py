@@ -30,10 +30,11 @@ def rank_on_log(
     Raises:
         SpecKVError: an option was given that means nothing there, or as of `rank`.
     """
-    from speckv.evaluation.ranking import RANKED_BY, fitted_to, rank
+    from speckv.evaluation.ranking import RANKED_BY, rank
     from speckv.files import write_json
     from speckv.plugins import load_costs, make_policy, registry
-    from speckv.saving import load_policy
+    from speckv.provenance import is_untold, seen_in
+    from speckv.saving import named_policy
     from speckv.steplogs import StepLog
 
     context = click.get_current_context()
@@ -44,18 +45,14 @@ def rank_on_log(
     log = StepLog.load(path)
     if not cost_names and log.seconds is None:
         raise SpecKVError(f"{path}: holds no seconds; say with --costs how long forwards take")
-    wanted = [
-        load_policy(spec) if (pathlib.Path(spec) / "policy.json").exists() else make_policy(spec)
-        for spec in (policy_specs or registry().policies)
-    ]
+    wanted = [named_policy(spec) for spec in (policy_specs or registry().policies)]
     if not policy_specs:
         wanted = [policy for policy in wanted if not policy.explores]
     required = [make_policy(spec) for spec in ("none", "fixed:gamma=4", "best-fixed")]
     labels = {policy.label for policy in wanted}
     policies = [*wanted, *(policy for policy in required if policy.label not in labels)]
-    known = {spec: fitted_to(spec) for spec in policy_specs}
-    seen = set[str]().union(*known.values())
-    untold = [spec for spec, policy in zip(policy_specs, wanted, strict=False) if policy.fitted and not known[spec]]
+    seen = set[str]().union(*(seen_in(policy, log) for policy in wanted))
+    untold = [spec for spec, policy in zip(policy_specs, wanted, strict=False) if is_untold(policy)]
     models: list[CostModel | None] = [load_costs(name) for name in cost_names]
     console, rankings = make_console(), []
     for costs in models or [None]:

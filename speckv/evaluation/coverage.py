@@ -12,7 +12,7 @@ import joblib
 import numpy as np
 
 from speckv.costs import CostModel
-from speckv.evaluation.estimates import Estimate, evaluate
+from speckv.evaluation.estimates import DRAWS, Estimate, evaluate
 from speckv.evaluation.recording import to_steps
 from speckv.plugins import make_policy
 from speckv.policy import Policy
@@ -47,8 +47,8 @@ def study(
     policies: Sequence[Policy],
     seeds: int = 200,
     gamma_max: int = 8,
-    resamples: int = 199,
-    draws: int = 5,
+    resamples: int = 399,
+    draws: int = DRAWS,
     jobs: int = 1,
 ) -> list[Coverage]:
     """Evaluate policies on many logs of one recording.

@@ -129,16 +129,15 @@ def evaluate(
 
 
 def _over_draws(estimator: Estimator, played: Sequence[Situations], counts: FloatArray) -> FloatArray:
-    """(M, 2) tokens and seconds of a step: the means over all draws of what the log leaves open, or, of an estimator
-    that is `drawn`, resamples that go with one of them each."""
-    if not estimator.drawn:
-        return np.asarray(np.mean([estimator.estimate(situations, counts) for situations in played], axis=0))
-    values, alone = np.zeros((len(counts), 2)), np.zeros((len(played), 2))
+    """(M, 2) tokens and seconds of a step: the estimate is the mean over all draws of what the log leaves open, each
+    resample goes with one or two of them, as the estimator says."""
+    values, resamples = np.zeros((len(counts), 2)), np.arange(1, len(counts))
+    goes_with = min(estimator.draws, len(played))
     for draw, situations in enumerate(played):
-        rows = np.arange(1 + draw, len(counts), len(played))
+        rows = resamples[(resamples - draw) % len(played) < goes_with]
         found = estimator.estimate(situations, counts[np.append(0, rows)])
-        alone[draw], values[rows] = found[0], found[1:]
-    values[0] = alone.mean(axis=0)
+        values[0] += found[0] / len(played)
+        values[rows] += found[1:] / goes_with
     return values
 
 
@@ -187,11 +186,11 @@ def _estimate(name: str, assumes: str, values: FloatArray, sequences: int) -> Es
     """From (M, 2) tokens and seconds of a step, the estimate itself first; one sequence can't be resampled."""
     with np.errstate(invalid="ignore"):
         both = np.column_stack([values[:, 0] / values[:, 1], values[:, 0]])
-    tail = 50 * (1 - LEVEL)
     known = both[1:][np.isfinite(both[1:]).all(axis=1)]
     intervals: list[tuple[float, float] | None] = [None, None]
     if sequences > 1 and len(known):
-        intervals = [(float(low), float(high)) for low, high in np.percentile(known, [tail, 100 - tail], axis=0).T]
+        tail = _tail(sequences)
+        intervals = [(float(low), float(high)) for low, high in np.quantile(known, [tail, 1 - tail], axis=0).T]
     return Estimate(
         name,
         throughput=float(both[0, 0]),
@@ -200,6 +199,19 @@ def _estimate(name: str, assumes: str, values: FloatArray, sequences: int) -> Es
         tokens_interval=intervals[1],
         assumes=assumes,
     )
+
+
+def _tail(sequences: int) -> float:
+    """The share of resamples to leave out at either end, smaller the fewer sequences there are: percentiles of the
+    bootstrap are too narrow as a normal distribution is in place of Student's, and by the root of (n - 1) / n.
+
+    Hesterberg, "What teachers should know about the bootstrap", The American Statistician 69 (2015), expanded
+    percentiles.
+    """
+    from scipy.special import ndtr, stdtrit
+
+    quantile = stdtrit(sequences - 1, (1 + LEVEL) / 2) * np.sqrt(sequences / (sequences - 1))
+    return float(ndtr(-quantile))
 
 
 def _wrong_weight(situations: Situations) -> float | None:

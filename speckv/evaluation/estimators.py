@@ -6,6 +6,7 @@ played. `Path` looks at the replay itself.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -22,14 +23,15 @@ class Estimator(ABC):
         name: in tables.
         assumes: when its estimate is right, in words.
         weighs: whether it needs the chance with which the log chose.
-        drawn: whether each resample goes with one draw of what the log leaves open, in place of the mean over all: of
-            estimators that take so much from each step that a draw matters little, or nothing from steps at all.
+        draws: of what the log leaves open, with how many each resample goes. With all of them an interval would know
+            nothing of their chances, which are estimates, too. With one it holds all of the noise that a mean is rid
+            of: little, where everything is drawn, and too much, where a draw says which logged steps count.
     """
 
     name: ClassVar[str]
     assumes: ClassVar[str]
     weighs: ClassVar[bool] = False
-    drawn: ClassVar[bool] = False
+    draws: ClassVar[int] = 2
 
     @abstractmethod
     def estimate(self, situations: Situations, weights: FloatArray) -> FloatArray:
@@ -75,32 +77,32 @@ class Snips(Estimator):
 
 
 class KaplanMeier(Estimator):
-    """Direct: one curve of survival for all situations."""
+    """Direct: one curve of survival for the situations in which the policy chooses alike."""
 
     name = "kaplan-meier"
-    assumes = "neither what the log chose nor what the policy chooses depends on the situation"
+    assumes = "what the log chose does not depend on the situation, among those in which the policy chooses alike"
 
     def estimate(self, situations: Situations, weights: FloatArray) -> FloatArray:
-        most = situations.gamma_max
-        survival = reach(kaplan_meier(situations.accepted, situations.chosen, situations, weights, most))
-        wanted = np.eye(most + 1)[situations.wanted]
-        counts = weights @ situations.by_sequence(*wanted.T)
-        tokens = (counts * np.cumsum(survival, axis=1)).sum(axis=1)
-        lagging = (weights @ situations.by_sequence(*(wanted * situations.catching_up[:, None]).T)) * survival
-        asked = np.zeros((situations.sequences, most + 1, most + 1))
-        np.add.at(asked, (situations.sequence, situations.wanted), situations.seconds * situations.weight[:, None])
+        most, sums = situations.gamma_max, np.zeros((len(weights), 3))
+        all_alike = kaplan_meier(situations.accepted, situations.chosen, situations, weights, most)
         shares = _drafted_shares(situations, weights)
-        forwards = np.einsum("ms,sad,mad->m", weights, asked, shares, optimize=True)
-        totals = np.column_stack([tokens, forwards + lagging[:, 1:].sum(axis=1)])
-        return np.asarray(totals / counts.sum(axis=1)[:, None])
+        for wanted in np.unique(situations.wanted).tolist():
+            part = replace(situations, weight=np.where(situations.wanted == wanted, situations.weight, 0.0))
+            survival = reach(kaplan_meier(part.accepted, part.chosen, part, weights, most, prior=all_alike))
+            steps, lagging = (weights @ part.by_sequence(1.0, part.catching_up * (wanted > 0))).T
+            forwards = weights @ part.by_sequence(*part.seconds[:, : most + 1].T)
+            tokens = steps * survival[:, : wanted + 1].sum(axis=1)
+            seconds = (forwards * shares[:, wanted]).sum(axis=1) + lagging * survival[:, wanted]
+            sums += np.column_stack([tokens, seconds, steps])
+        return np.asarray(sums[:, :2] / sums[:, 2:])
 
 
 class Hazard(Estimator):
-    """Direct: a discrete hazard of acceptance with the features before the draft as covariates."""
+    """Direct: a discrete hazard of acceptance with the features before the draft, and what the policy wants, as
+    covariates."""
 
     name = "hazard"
     assumes = "the hazard is logistic in the log's features, and these say all that its choice depended on"
-    drawn = True
 
     def estimate(self, situations: Situations, weights: FloatArray) -> FloatArray:
         model, forwards = HazardModel.fit(situations, weights), _forward_seconds(situations, weights[0])
@@ -143,7 +145,7 @@ class Path(Estimator):
 
     name = "path"
     assumes = "the hazard of what is drawn is logistic; of signals the policy sees those of the log's last step"
-    drawn = True
+    draws = 1
 
     def estimate(self, situations: Situations, weights: FloatArray) -> FloatArray:
         sums = weights @ situations.replayed

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from speckv.costs import CostModel
-from speckv.evaluation.situations import Situations, batch_sizes, by_batch_size
+from speckv.evaluation.situations import Situations, batch_sizes, by_batch_size, standardised
 from speckv.evaluation.survival import HazardModel
 from speckv.features import BoolArray, Features, FloatArray, IntArray
 from speckv.policy import Policy, State
@@ -86,13 +86,17 @@ class Paths:
     def _room(self) -> IntArray:
         """(S, T + 1) how many tokens a step can draft, as far as drafts that were cut short tell.
 
-        The last of them was cut by the budget, if no other went further; the others ended by themselves.
+        The last of them was cut by the budget, if no other went further; the others ended by themselves. A text that is
+        as long as one that was cut by its budget had the same.
         """
         s = self.situations
         cut, ends = s.drafted < s.chosen, self.start + s.drafted + 1
         budget, latest = np.zeros(s.sequences, dtype=np.int64), np.zeros(s.sequences, dtype=np.int64)
         np.maximum.at(latest, s.sequence, ends)
         np.maximum.at(budget, s.sequence[cut], ends[cut])
+        known = budget == latest
+        alike = ~known & np.isin(self.lengths, budget[known])
+        budget[alike] = latest[alike] = self.lengths[alike]
         room = budget[:, None] - np.arange(self.right.shape[1] + 1) - 1
         limit = np.clip(np.where((budget == latest)[:, None], room, self.gamma_max), 0, self.gamma_max)
         limit[s.sequence[cut], self.start[cut]] = np.minimum(s.drafted[cut], self.gamma_max)
@@ -116,9 +120,11 @@ class Paths:
         began = step >= 0
         chance = _chances_to_begin(run, began, paths.run[:, :-1] > 0, counts)
         sums = [np.bincount(run.sequence, column) for column in (run.accepted + 1, run.seconds, np.ones(len(step)))]
+        own, wanted = self.situations.take(step[began]), np.minimum(run.chosen, self.gamma_max)[began]
         return replace(
-            self.situations.take(step[began]),
-            wanted=np.minimum(run.chosen, self.gamma_max)[began],
+            own,
+            wanted=wanted,
+            covariates=np.hstack([own.covariates, standardised({"wanted": wanted})]),
             weight=1 / chance[began],
             replayed=np.column_stack(sums),
         )

@@ -1,36 +1,27 @@
-"""Policies ranked on a step log, and what policies need that learn from one (`Policy.fit_steps`)."""
+"""Policies ranked on a step log."""
 
 import copy
-import pathlib
-import re
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import joblib
 import numpy as np
-import numpy.typing as npt
 
 from speckv.compression import COMPRESSIONS
 from speckv.costs import CostModel, fit_costs_to_log
 from speckv.errors import SpecKVError, SpecKVWarning
 from speckv.evaluation.estimates import Evaluation, evaluate
-from speckv.evaluation.situations import batch_sizes, check_evaluable
+from speckv.evaluation.situations import check_evaluable
 from speckv.features import FloatArray
-from speckv.files import read_json
 from speckv.policy import Policy
+from speckv.provenance import prompts_of
 from speckv.steplogs import StepLog
 
 #: Of each estimate: fewer than `evaluate` takes, so that a ranking of many policies is a matter of minutes.
 RESAMPLES, DRAWS = 199, 4
 #: The estimator that ranks: every log supports it, and of those it is the least off (docs/step-logs.md).
 RANKED_BY = "path"
-#: Tokens in front of a step of a log that does not say it.
-_CONTEXT = 256
-#: What an adapter's log calls a sequence: a hash of its prompt, and what keeps it apart from others of that prompt.
-_ADAPTERS = re.compile(r"(?:.*/)?([0-9a-f]{12}) [0-9a-f]{8}")
-#: What a replay's log calls one: its prompt, and the compression.
-_REPLAYS = re.compile(rf"(.+) at (?:{'|'.join(COMPRESSIONS)})")
 
 
 @dataclass(frozen=True)
@@ -133,57 +124,8 @@ def throughput_by_compression(
     return reached
 
 
-def settle_rate_on_log(policy: Policy, log: StepLog, costs: CostModel, rounds: int = 3) -> None:
-    """As `speckv.tuning.settle_rate`, with the throughput that the log's steps let expect in place of a replay's."""
-    rate = best_rate = throughput_by_compression(policy, log, costs)
-    best = np.zeros(len(COMPRESSIONS))
-    for _ in range(rounds):
-        policy.fitted["rate"] = rate
-        reached = throughput_by_compression(policy, log, costs)
-        best_rate, best = np.where(reached > best, rate, best_rate), np.maximum(reached, best)
-        rate = reached
-    policy.fitted["rate"] = best_rate
-
-
-def usual_context(log: StepLog) -> int:
-    """The median context of the log's steps, tokens, where it says any."""
-    context = log.signals.get("context_length", np.zeros(0))
-    known = context[~np.isnan(context)]
-    return int(np.median(known)) if len(known) else _CONTEXT
-
-
-def usual_costs(log: StepLog, costs: CostModel) -> CostModel:
-    """The costs of a batch of the log's median size."""
-    return costs.at_batch(int(np.median(batch_sizes(log, costs))))
-
-
-def prompt_of(sequence: str) -> str:
-    """What the prompt of a logged sequence is called.
-
-    Sequences are of one prompt where SpecKV's own names say so: those of the adapters, which begin with a hash of the
-    prompt, and those of replays, PROMPT at COMPRESSION. Any other is a prompt of its own.
-    """
-    named = _ADAPTERS.fullmatch(sequence) or _REPLAYS.fullmatch(sequence)
-    return named[1] if named else sequence
-
-
-def prompts_of(log: StepLog) -> npt.NDArray[np.str_]:
-    """(n,) of each step."""
-    names, code = np.unique(log.sequence, return_inverse=True)
-    return np.array([prompt_of(name) for name in names.tolist()], dtype=np.str_)[code]
-
-
-def fitted_to(spec: str | pathlib.Path) -> set[str]:
-    """The prompts that a saved policy was trained on, as far as its folder says; none if it is no such folder."""
-    path = pathlib.Path(spec) / "training.json"
-    if not path.is_file():
-        return set()
-    about = read_json(path, "what a policy was trained on")
-    return {*about.get("prompts", ()), *map(prompt_of, about.get("logged", ()))}
-
-
 def split_by_prompt(log: StepLog, folds: int, seed: int = 0, seen: Collection[str] = ()) -> tuple[StepLog, StepLog]:
-    """The log without the sequences of one in `folds` prompts, and these; see `prompt_of`.
+    """The log without the sequences of one in `folds` prompts, and these; see `speckv.provenance.prompt_of`.
 
     Args:
         seen: prompts that stay in the first part; all others can be in the second.
@@ -193,10 +135,10 @@ def split_by_prompt(log: StepLog, folds: int, seed: int = 0, seen: Collection[st
     """
     names, code = np.unique(prompts_of(log), return_inverse=True)
     unseen = np.flatnonzero(~np.isin(names, list(seen)))
+    if len(names) < 2:
+        raise SpecKVError(f"the log holds {len(names) or 'no'} prompt: too few to hold some out; log others, too")
     if not len(unseen):
         raise SpecKVError("a policy was fitted to all texts of the log, or several together: rank them on another log")
-    if len(names) < 2:
-        raise SpecKVError("the log holds 1 prompt: too few to hold some out; log others, too")
     drawn = np.random.default_rng(seed).permutation(unseen)[: -(-len(names) // folds)]
     held_out = np.isin(code, drawn)
     learned, others = (

@@ -1,7 +1,7 @@
 """Logged steps as estimators need them, with what the evaluated policy would have chosen in each."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -36,7 +36,8 @@ class Situations:
         catching_up: (n,) seconds that the policy's step leaves to the next one if all that it drafted is accepted, one
             token or more: the draft has not seen its own last token. They are counted where they are caused.
         played_seconds: (n,) of the step as it was played, in the same terms.
-        covariates: (n, k) features before the draft, standardised; 0 where a value is unknown.
+        covariates: (n, k) features before the draft, and in the policy's own steps what it wants, standardised; 0 where
+            a value is unknown.
         weight: (n,) how many of the evaluated policy's own steps each stands for.
         replayed: (S, 3) tokens, seconds and steps of the policy on the text that is rebuilt from the log; empty before
             it is replayed.
@@ -166,7 +167,7 @@ def make_situations(
         seconds=seconds,
         catching_up=catching_up,
         played_seconds=played,
-        covariates=_standardise(of_log),
+        covariates=standardised(of_log),
         weight=np.ones(len(log)),
         replayed=np.zeros((0, 3)),
     )
@@ -259,7 +260,7 @@ def _walk(
     return wanted, derived
 
 
-def _standardise(columns: dict[str, FloatArray]) -> FloatArray:
+def standardised(columns: Mapping[str, npt.NDArray[Any]]) -> FloatArray:
     """(n, k) columns of mean 0 and variance 1; those that never change are left out."""
     kept: list[npt.NDArray[Any]] = []
     for column in columns.values():

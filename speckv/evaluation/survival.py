@@ -19,7 +19,12 @@ def reach(hazards: FloatArray) -> FloatArray:
 
 
 def kaplan_meier(
-    count: IntArray, chosen: IntArray, situations: Situations, weights: FloatArray, depth: int
+    count: IntArray,
+    chosen: IntArray,
+    situations: Situations,
+    weights: FloatArray,
+    depth: int,
+    prior: FloatArray | None = None,
 ) -> FloatArray:
     """Kaplan-Meier: the chance to get from depth j - 1 to j, for j = 1 to `depth`.
 
@@ -27,6 +32,7 @@ def kaplan_meier(
         count: (n,) how far each step got: its accepted tokens, or its drafted ones.
         chosen: (n,) how far it could have got.
         weights: (M, S) how often each sequence counts.
+        prior: (M, depth) chances that count as much as one step at each depth.
 
     Returns:
         (M, depth). Where no step went so deep the chance of the depth before is taken.
@@ -36,6 +42,8 @@ def kaplan_meier(
     tried, taken = (
         weights @ situations.by_sequence(*columns.T) for columns in (at_risk, at_risk & (count[:, None] >= depths))
     )
+    if prior is not None:
+        tried, taken = tried + 1, taken + prior
     with np.errstate(invalid="ignore"):
         hazards = np.asarray(taken / tried)
     for index in range(depth):

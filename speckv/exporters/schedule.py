@@ -18,12 +18,14 @@ from speckv.features import Features
 from speckv.files import read_json, write_json
 from speckv.policy import Policy, State
 from speckv.runtime import Bundle
-from speckv.runtime.programs import Program, Table
+from speckv.runtime.programs import Program, Table, Threshold
 from speckv.traces import Rollouts
 from speckv.tuning import seconds_by_compression
 
 
-def best_by_batch(traces: Rollouts, costs: CostModel, gammas: Iterable[int] | None = None) -> dict[int, int]:
+def best_by_batch(
+    traces: Rollouts, costs: CostModel, gammas: Iterable[int] | None = None, follows: bool = False
+) -> dict[int, int]:
     """The constant gamma with the highest throughput over all of `traces`, for each batch size that was measured.
 
     A server plays one gamma for all sequences of a batch, and a step takes as long as the forwards of the whole batch.
@@ -32,9 +34,10 @@ def best_by_batch(traces: Rollouts, costs: CostModel, gammas: Iterable[int] | No
         traces: what the server is to be fast on; those of one compression, if it runs one.
         costs: its `batch_sizes` are the keys.
         gammas: to choose from; of equals the first is taken. 0 to the recording's gamma_max by default.
+        follows: the draft takes in every token, so that a step without speculation takes one of its forwards, too.
     """
     choices = list(range(traces.gamma_max + 1) if gammas is None else gammas)
-    constant = [_constant(gamma) for gamma in choices]
+    constant = [_constant(gamma, follows) for gamma in choices]
     found = {}
     for size in costs.batch_sizes:
         seconds = seconds_by_compression(constant, traces, costs.at_batch(size)).sum(axis=1)
@@ -57,8 +60,11 @@ def ranges(gammas: Mapping[int, int]) -> list[tuple[int, int, int]]:
     return found
 
 
-def _constant(gamma: int) -> BundlePolicy:
-    return BundlePolicy(Bundle(f"fixed-{gamma}", Program(Table(np.full(len(COMPRESSIONS), gamma)))))
+def _constant(gamma: int, follows: bool) -> BundlePolicy:
+    stop = None
+    if follows and not gamma:  # a forward of the draft that no token is drawn from
+        gamma, stop = 1, Threshold("draft_index", np.zeros(len(COMPRESSIONS)), above=False, drawn=False)
+    return BundlePolicy(Bundle(f"fixed-{gamma}", Program(Table(np.full(len(COMPRESSIONS), gamma)), stop)))
 
 
 class Schedule(Policy):
@@ -77,12 +83,16 @@ class Schedule(Policy):
         self.gammas = {check_compression(name): dict(sorted(of.items())) for name, of in gammas.items()}
 
     @classmethod
-    def best(cls, traces: Rollouts, costs: CostModel) -> "Schedule":
+    def best(cls, traces: Rollouts, costs: CostModel, follows: bool = False) -> "Schedule":
         """The fastest on `traces` for each compression, never longer for a batch than for a smaller one.
 
         More sequences in a batch leave less room for a draft; where a measurement says otherwise, it is not followed.
         Compressions that the traces lack get what is fastest over all sequences. Costs of one batch size alone give
         the same number for all sizes, with a warning.
+
+        Args:
+            traces, costs: as of `best_by_batch`.
+            follows: as there, unless no batch speculates: then there is no draft.
         """
         if len(costs.batch_sizes) == 1:
             warnings.warn(
@@ -93,9 +103,12 @@ class Schedule(Policy):
             )
 
         def searched(part: Rollouts) -> dict[int, int]:
-            gammas, longest = {}, part.gamma_max
+            gammas: dict[int, int] = {}
+            longest = part.gamma_max
             for size in costs.batch_sizes:
-                longest = gammas[size] = best_by_batch(part, costs.at_batch(size), range(longest + 1))[size]
+                # If the smallest batch does not speculate none does, and no draft runs.
+                found = best_by_batch(part, costs.at_batch(size), range(longest + 1), follows and bool(gammas))
+                longest = gammas[size] = found[size]
             return gammas
 
         known = {str(name): traces.take(traces.compressions == name) for name in np.unique(traces.compressions)}

@@ -55,8 +55,8 @@ class VllmScheduleExporter(SettingsExporter):
     measured at, and no more for a larger one. Above the largest, vLLM keeps that one's number. Compressions that the
     recording lacks get what is fastest over all sequences.
 
-    Where no batch speculates, no draft model is named. In a table beside other numbers a 0 still costs one forward of
-    the draft, which is not counted here.
+    Where no batch speculates, no draft model is named. In a table beside other numbers a 0 still takes one forward of
+    the draft, which is counted where the numbers are chosen.
 
     Args:
         draft: the draft model, by name or folder.
@@ -91,7 +91,7 @@ class VllmScheduleExporter(SettingsExporter):
 
     def approximate(self, policy: Policy, traces: Rollouts, costs: CostModel) -> Policy:
         """The fastest number of tokens on `traces` for each compression and measured batch size."""
-        return Schedule.best(traces, costs)
+        return Schedule.best(traces, costs, follows=True)
 
     def export(self, policy: Policy, out: pathlib.Path) -> None:
         if isinstance(policy, Schedule):

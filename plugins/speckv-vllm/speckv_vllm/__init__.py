@@ -32,13 +32,16 @@ def _checked(post_init: Callable[..., None]) -> Callable[..., None]:
     """What completes a configuration, and then refuses one that the policy can't be played with.
 
     A server says so in its first process, before it loads a model. Where the proposer is never made it says so, too.
+    For the draft vLLM completes another one, whose model is the draft's: the settings are those of the target.
     """
     from speckv_vllm.settings import Settings, check_engine
 
     @functools.wraps(post_init)
     def completed(self: Any, *args: Any, **kwargs: Any) -> None:
         post_init(self, *args, **kwargs)
-        if settings := Settings.of(self):
+        of = self.speculative_config
+        of_draft = of and self.model_config is of.draft_model_config is not of.target_model_config
+        if not of_draft and (settings := Settings.of(self)):
             check_engine(self, settings)
 
     return completed

@@ -38,6 +38,10 @@ class PolicyProposer(DraftModelProposer):
         super().__init__(vllm_config=vllm_config, device=device, runner=runner)
         settings = Settings.of(vllm_config)
         self.host = None if settings is None else _host(settings, vllm_config)
+        if self.host and (log := self.host.log):
+            # A worker of vLLM ends as processes of multiprocessing do, which run no exit handlers but these. In the
+            # user's own process an engine may end long before that.
+            multiprocessing.util.Finalize(self, log.close, exitpriority=0)
         # Of the engine's step that was verified last: its requests, tokens committed and verified by each, and signals
         # of the target at each row of its logits.
         self._requests: list[Any] = []
@@ -49,21 +53,23 @@ class PolicyProposer(DraftModelProposer):
         self._tokens: list[torch.Tensor] = []
         self._probabilities: list[torch.Tensor] = []
         self._signals: list[torch.Tensor] = []
-        self._logits = torch.empty(0)
+        self._log_p = torch.empty(0)
         self._began, self._mixed = 0.0, True
         if self.host:
             self._listen(runner)
 
     def _listen(self, runner: Any) -> None:
-        """Measure the target's signals before vLLM samples, which may change the logits in place."""
-        sample = runner._sample
+        """Measure the target's signals before a grammar forbids tokens and vLLM samples, which change the logits."""
+        sample_tokens = runner.sample_tokens
 
-        def listening(logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
-            if self.host and self.host.target_signals:
-                self._target = _target_signals(self.host.target_signals, logits)
-            return sample(logits, spec_decode_metadata)
+        @torch.inference_mode()
+        def listening(grammar_output: Any) -> Any:
+            state = runner.execute_model_state
+            if state is not None and self.host and self.host.target_signals:
+                self._target = _target_signals(self.host.target_signals, state.logits)
+            return sample_tokens(grammar_output)
 
-        runner._sample = listening
+        runner.sample_tokens = listening
 
     def prepare_next_token_ids_padded(
         self, sampled_token_ids: torch.Tensor, requests: dict[str, Any], gpu_input_batch: Any, *args: Any, **kwargs: Any
@@ -96,7 +102,7 @@ class PolicyProposer(DraftModelProposer):
     def _observe(self) -> None:
         """Tell the policies what came of the step that ends here, and find the texts of the one that begins."""
         assert self.host is not None
-        now, before = time.perf_counter(), set(self._texts)
+        now, mixed = time.perf_counter(), False
         ended: list[tuple[Text, int, int, int]] = []
         texts: list[Text | None] = []
         end = 0
@@ -104,21 +110,24 @@ class PolicyProposer(DraftModelProposer):
             end += verified + 1
             if not count:  # a part of a prompt, whose end is still to come
                 texts.append(None)
+                mixed = True
                 continue
             text: Text | None = getattr(request, _TEXT, None)
             if text and text.tokens == request.num_tokens and verified <= text.drafted:
                 ended.append((text, verified, count - 1, end - 1 - verified + count - 1))
+                # One that had been put aside took in tokens anew, besides its last.
+                mixed |= request.num_computed_tokens + 1 < text.tokens
             else:
                 # It is new; or it has come so close to the longest text there may be that vLLM drafts zeros by itself.
                 tokens = request.num_tokens + count  # vLLM has not added those of this step yet
                 text = Text(self.host, request.req_id, tokens)
                 setattr(request, _TEXT, text)
+                mixed = True
             texts.append(text)
         names = self.host.target_signals
         target = self._target[[at for *_, at in ended]].tolist() if names else [()] * len(ended)
         # Where a prompt was taken in as well, by the draft at the beginning of the step or by the target, the time is
-        # not the step's own; nor where a text that had been put aside took in its tokens anew.
-        mixed = len(ended) < len(texts) or any(text not in before for text, *_ in ended)
+        # not the step's own.
         for (text, verified, accepted, _), signals in zip(ended, target, strict=True):
             seconds = None if mixed or self._mixed else now - self._began
             text.observe(verified, accepted, dict(zip(names, signals, strict=True)), seconds)
@@ -132,11 +141,10 @@ class PolicyProposer(DraftModelProposer):
         if probabilities is not None:
             self._probabilities.append(probabilities)
         if self.host.looks_inside:
-            log_p = torch.log_softmax(self._logits.float(), dim=-1) if probabilities is None else probabilities.log()
-            signals = _draft_signals(self.host.bundle.signals, log_p)
+            signals = _draft_signals(self.host.bundle.signals, self._log_p)
             if probabilities is not None:  # where the likeliest is drawn, it need not be told
-                signals.append(probabilities.gather(-1, tokens[:, None])[:, 0])
-            self._signals.append(torch.stack(signals, dim=-1) if signals else log_p.new_empty(len(tokens), 0))
+                signals.append(self._log_p.gather(-1, tokens[:, None])[:, 0].exp())
+            self._signals.append(torch.stack(signals, dim=-1) if signals else self._log_p.new_empty(len(tokens), 0))
             if self.host.stops and not self._see(self._signals[-1:]):
                 raise _Ended
         return tokens, probabilities
@@ -144,8 +152,14 @@ class PolicyProposer(DraftModelProposer):
     def _greedy_sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.host is None or not self.host.looks_inside:
             return super()._greedy_sample(hidden_states)
-        self._logits = self.model.compute_logits(hidden_states)
-        return self._logits.argmax(dim=-1)
+        logits = self.model.compute_logits(hidden_states)
+        self._log_p = torch.log_softmax(logits.float(), dim=-1)
+        return logits.argmax(dim=-1)
+
+    def _sample_from_logits(self, logits: torch.Tensor, sampling_metadata: Any) -> Any:
+        if self.host and self.host.looks_inside:  # before the temperature changes them in place
+            self._log_p = torch.log_softmax(logits.float(), dim=-1)
+        return super()._sample_from_logits(logits, sampling_metadata)
 
     def _see(self, signals: list[torch.Tensor]) -> bool:
         """Show the policies one token or more; whether any of them takes another."""
@@ -164,8 +178,6 @@ def _host(settings: Settings, config: VllmConfig) -> Host:
     bundle, log = runtime.load(settings.bundle), None
     if settings.log is not None and get_tensor_model_parallel_rank() == 0:
         log = StepLogWriter(settings.log, provenance={"source": f"vLLM {vllm.__version__}", "policy": bundle.policy})
-        # A worker of vLLM ends as processes of multiprocessing do, which run no exit handlers but these.
-        multiprocessing.util.Finalize(None, log.close, exitpriority=0)
     return Host(bundle, settings.start(config), log)
 
 

@@ -2,8 +2,9 @@
 
 import contextlib
 import gc
+import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from pair import MOST, Pair
 from vllm import LLM, SamplingParams
@@ -17,12 +18,14 @@ COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 def engine(pair: Pair, **options) -> Iterator[LLM]:
     made = LLM(
         str(pair.folder / "target"),
-        skip_tokenizer_init=True,
         enforce_eager=True,
         dtype="float32",
         disable_log_stats=False,
         seed=0,
-        **({"max_model_len": 256, "max_num_seqs": 32, "kv_cache_memory_bytes": 2**26} | options),
+        **(
+            {"skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 32, "kv_cache_memory_bytes": 2**26}
+            | options
+        ),
     )
     try:
         yield made
@@ -42,10 +45,38 @@ def speculative(pair: Pair, ranges: list[list[int]], **options) -> dict:
     } | options
 
 
+def greedy(tokens: int, **options) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, **({"temperature": 0} | options))
+
+
 def generate(llm: LLM, texts: list[list[int]], tokens: int = TOKENS, **options) -> list[list[int]]:
-    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, **({"temperature": 0} | options))
+    sampling = greedy(tokens, **options)
     outputs = llm.generate([{"prompt_token_ids": text} for text in texts], sampling, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def by_hand(
+    llm: LLM,
+    texts: list[list[int]],
+    tokens: int = TOKENS,
+    *,
+    between: Callable[[LLM, int], None],
+) -> dict[str, list[int]]:
+    """The texts that come to an end, by number; `between` is called before each step of the engine, from 0."""
+    for number, text in enumerate(texts):
+        llm.llm_engine.add_request(str(number), {"prompt_token_ids": text}, greedy(tokens))
+    found = {}
+    for step in itertools.count():
+        between(llm, step)
+        for output in llm.llm_engine.step():
+            if output.finished:
+                found[output.request_id] = list(output.outputs[0].token_ids)
+        if not llm.llm_engine.has_unfinished_requests():
+            return found
+
+
+def metric(llm: LLM, name: str) -> int:
+    return next(of.value for of in llm.get_metrics() if of.name == f"vllm:{name}")
 
 
 def counted(llm: LLM) -> Counter:

@@ -5,7 +5,7 @@ import re
 import pytest
 from pair import MOST
 from speckv_vllm.settings import Settings, check_engine
-from vllm.config import ModelConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
+from vllm.config import ModelConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig, replace
 from vllm.engine.arg_utils import EngineArgs
 
 from speckv import SpecKVError
@@ -47,6 +47,15 @@ def test_what_can_be_played(pair, bundle):
     assert Settings.of(configure(pair, {"another": 1})) is None
     config = configure(pair, {"speckv": {"bundle": bundle, "compression": "int8"}})
     assert Settings.of(config).start(config)["compression"] == "int8"
+
+
+def test_how_the_draft_is_stored_does_not_matter(pair, bundle):
+    """vLLM completes a second configuration for it, with the same settings."""
+    config = configure(
+        pair, {"speckv": {"bundle": bundle}}, lambda draft, ranges: draft | ranges | {"quantization": "fp8"}
+    )
+    draft = replace(config, quant_config=None, model_config=config.speculative_config.draft_model_config)
+    assert draft.model_config.quantization == "fp8" and draft.additional_config == config.additional_config
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,9 @@ from speckv.testing.policies.identity import (
 from speckv.testing.policies.learning import (
     fits_anew,
     fits_by_seed,
+    fits_step_logs,
     fits_without_changing_parameters,
+    refuses_useless_logs,
     saves_no_pickle,
     survives_saving,
 )
@@ -90,6 +92,8 @@ def policy_checks(
         ]
     if policy.online or type(policy).fit is not Policy.fit:
         of_its_kind += [fits_by_seed, fits_anew, fits_without_changing_parameters]
+    if policy.overrides("fit_steps"):
+        of_its_kind += [fits_step_logs, refuses_useless_logs]
     of_its_kind += [
         keeps_nothing_hidden,
         leaves_the_recording_alone,
