@@ -9,8 +9,11 @@ from speckv.costs import CostModel, StepCosts
 from speckv.features import IntArray
 from speckv.traces import Rollouts
 
+#: Seconds, of 8 bytes each, that are in memory at a time.
+_CELLS = 2**24
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Oracle:
     """The shortest path in time through each sequence.
 
@@ -34,9 +37,19 @@ def oracle(traces: Rollouts, costs: CostModel) -> Oracle:
     does that looks at a distribution and draws nothing from it; the draft has then seen its last token, and the
     next lag is 1. Only the edge without any draft forward depends on how large the lag is, so that all other edges
     of a position are reduced to one before the lag is looked at.
+
+    The table over (position, lag) grows with the square of the longest text: it is made for a few sequences at a time.
     """
-    count, size = len(traces), int(traces.lengths.max())
-    longest = int(traces.prompt_lengths.max()) + size
+    size = int(traces.lengths.max())
+    cells = (size + traces.gamma_max + 2) * (size + 3)
+    rows = np.array_split(np.arange(len(traces)), -(-len(traces) * cells // _CELLS))
+    parts = [_solve(traces.take(part), costs, size) for part in rows if len(part)]
+    return Oracle(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def _solve(traces: Rollouts, costs: CostModel, size: int) -> tuple[npt.NDArray[np.float64], IntArray, IntArray]:
+    """The seconds, gammas and forwards of an `Oracle`, with `size` positions."""
+    count, longest = len(traces), int(traces.prompt_lengths.max()) + size
     step = StepCosts(costs, traces.compressions, max(traces.gamma_max, size) + 1, longest)
     rows, one = np.arange(count), np.ones(count, dtype=np.int64)
     lags = np.arange(size + 2)
@@ -67,10 +80,10 @@ def oracle(traces: Rollouts, costs: CostModel) -> Oracle:
         catch_up = step.seconds(rows[:, None], contexts[:, None], np.maximum(lags, 1)[None], 1, 0) - plain[:, None]
         total = np.minimum(waiting, catch_up + best.seconds[:, position, None])
         left[:, position, : size + 2] = np.where(alive[:, None], total, 0.0)
-    return Oracle(left[:, 0, 1].copy(), *_walk(traces, step, left, best))
+    return left[:, 0, 1].copy(), *_walk(traces, step, left, best)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Drafting:
     """The best step with a draft at each position, (S, T) each: seconds from there to the end without the draft's
     first forward, tokens to verify, draft forwards."""

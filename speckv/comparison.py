@@ -38,9 +38,9 @@ class Cell:
         costs, compression, policy: names; compression is `all` for the sum over compressions.
         throughput: committed tokens a second, decisions of the policy included.
         gain: throughput over that of the policy compared with (the best fixed gamma, if not told otherwise), minus 1.
-        gain_ci: its 95 % interval (paired bootstrap over prompts), None for that policy itself.
+        gain_ci: its 95 % interval (paired bootstrap over prompts), None for that policy itself and of a single prompt.
         p: of no difference to that policy (paired permutation over prompts), Holm-corrected for the number of
-            policies in this table; None for itself and for the clairvoyant bounds.
+            policies in this table; None for itself, for the clairvoyant bounds and of a single prompt.
         gap_closed, judge_gap_closed: share of the way from the best fixed gamma to the oracle and to the perfect
             judge; None where they are less than 0.1 % ahead.
         tokens_per_step: committed tokens a step.
@@ -116,7 +116,7 @@ class Comparison:
     @property
     def bounds(self) -> set[str]:
         """Labels of the policies that look at the future."""
-        return {cell.policy for cell in self.cells if cell.p is None} - {self.against}
+        return {cell.policy for cell in self.cells if cell.compression == "all" and cell.p is None} - {self.against}
 
     @property
     def compressions(self) -> list[str]:
@@ -225,11 +225,11 @@ def compare(
     Args:
         policies: unfitted; their labels must differ and include `REQUIRED`.
         traces: recorded sequences.
-        costs: the comparison is made under each of these cost models. Under one of a batch, all of its sequences are
-            taken to play alike, as they do with one gamma for all.
-        folds: number of folds.
-        seed: of the folds, the fits and the resampling. The same seed gives the same result, as long as `costs`
-            knows the decision times of all policies; those it does not know are measured here.
+        costs: the comparison is made under each of these cost models, whose names must differ. Under one of a batch,
+            all of its sequences are taken to play alike, as they do with one gamma for all.
+        folds: number of folds, from 2.
+        seed: of the folds, the fits and the resampling, from 0 to 2**32 - 1. The same seed gives the same result, as
+            long as `costs` knows the decision times of all policies; those it does not know are measured here.
         jobs: processes to work in.
         progress: called with how many policies have been fitted and replayed, and how many there are, counting each
             cost model.
@@ -238,8 +238,8 @@ def compare(
         against: label of the policy that gains, intervals and p values compare with.
 
     Raises:
-        SpecKVError: fewer prompts than folds, fewer than two tasks to hold out, `against` is not among the policies,
-            or a cost model lacks a compression.
+        SpecKVError: an argument is none of these, fewer prompts than folds, fewer than two tasks to hold out,
+            `against` is not among the policies, or a cost model lacks a compression.
     """
     traces = traces.load() if isinstance(traces, TraceDataset) else traces
     labels = [policy.label for policy in policies]
@@ -249,6 +249,9 @@ def compare(
         raise SpecKVError(f"two policies of the comparison are called {twice[0]}; leave one out")
     if against not in labels:
         raise SpecKVError(f"there is no {against!r} in the comparison to compare with; add it to the policies")
+    machines = [model.name for model in costs]
+    if twice := [name for name in machines if machines.count(name) > 1]:
+        raise SpecKVError(f"two of the cost models are called {twice[0]!r}; rename one")
     fold_of = folds_of(traces, folds, seed, hold_out)
     folds = int(fold_of.max()) + 1
     timed = {policy.label: with_decision_times(policy, traces, costs) for policy in policies}
@@ -276,7 +279,7 @@ def compare(
                 )
     settings = {
         "policies": {policy.label: repr(policy) for policy in policies},
-        "costs": [model.name for model in costs],
+        "costs": machines,
         "batch_sizes": [model.batch_size for model in costs],
         "traces": traces.manifest.settings,
         "prompts": len(np.unique(traces.ids)),
@@ -304,9 +307,18 @@ def _changed(one: _Tally, other: _Tally) -> float:
 
 
 def folds_of(traces: Rollouts, folds: int, seed: int, hold_out: HoldOut = "prompt") -> IntArray:
-    """The fold of each sequence: all sequences of a prompt in one, each task in equal shares; or one fold a task."""
+    """The fold of each sequence: all sequences of a prompt in one, each task in equal shares; or one fold a task.
+
+    Args and errors: as of `compare`.
+    """
     from sklearn.model_selection import StratifiedKFold
 
+    if not isinstance(folds, int | np.integer) or folds < 2:
+        raise SpecKVError(f"folds is {folds}; it must be a whole number from 2")
+    if not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+        raise SpecKVError(f"seed is {seed}; it must be a whole number from 0 to {2**32 - 1}")
+    if hold_out not in get_args(HoldOut):
+        raise SpecKVError(f"hold_out is {hold_out!r}; it must be {' or '.join(map(repr, get_args(HoldOut)))}")
     if hold_out == "task":
         known, fold_of = np.unique(traces.tasks, return_inverse=True)
         if len(known) < 2:
@@ -327,8 +339,8 @@ def folds_of(traces: Rollouts, folds: int, seed: int, hold_out: HoldOut = "promp
 
 
 def with_decision_times(policy: Policy, traces: Rollouts, costs: Sequence[CostModel]) -> list[CostModel]:
-    """The cost models with the decision times of this very policy: where one does not know them, they are measured
-    here, with a copy that is fitted on `traces`."""
+    """The cost models with the decision times of this very policy under its name, whatever its parameters: where one
+    does not know them, they are measured here, with a copy that is fitted on `traces`."""
     known = [known_controller(policy, model) for model in costs]
     if isinstance(policy, Clairvoyant) or None not in known:
         return list(costs)
@@ -343,13 +355,13 @@ def with_decision_times(policy: Policy, traces: Rollouts, costs: Sequence[CostMo
 def play_held_out(
     policy: Policy, traces: Rollouts, costs: CostModel, fold_of: IntArray, folds: int, seed: int
 ) -> _Tally:
-    """Fit on all folds but one, replay on that one, for each fold."""
+    """Fit on all folds but one, replay on that one, for each fold; `costs` as of `with_decision_times`."""
     tally = _Tally.empty(traces)
     for fold in range(folds):
         train, test = np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)
         with naming(policy):
             fitted = copy.deepcopy(policy).forget().fit(traces.take(train), costs, seed)
-            tally.add(replay(fitted, traces.take(test), costs), test)
+            tally.add(replay(fitted, traces.take(test), costs, costs.controller.get(policy.name)), test)
     return tally
 
 
@@ -378,7 +390,8 @@ def _cells(
     tokens = int(traces.lengths[mask].sum())
     throughput = {label: tokens / seconds.sum() for label, seconds in by_prompt.items()}
     base = throughput[BASELINE]
-    tested = [label for label in tallies if label != against and label not in bounds]
+    alone = len(by_prompt[against]) < 2  # a prompt, which tells nothing of others
+    tested = [] if alone else [label for label in tallies if label != against and label not in bounds]
     p_values = holm([permutation_p(by_prompt[label], by_prompt[against], seed) for label in tested])
     p_of = dict(zip(tested, p_values, strict=True))
 
@@ -388,6 +401,7 @@ def _cells(
 
     cells = []
     for label, tally in tallies.items():
+        sure = label != against and not alone
         steps = int(tally.steps[mask].sum())
         gammas = tally.gammas[mask].sum(axis=0)
         cells.append(
@@ -397,7 +411,7 @@ def _cells(
                 policy=label,
                 throughput=throughput[label],
                 gain=throughput[label] / throughput[against] - 1,
-                gain_ci=None if label == against else gain_interval(by_prompt[label], by_prompt[against], seed),
+                gain_ci=gain_interval(by_prompt[label], by_prompt[against], seed) if sure else None,
                 p=p_of.get(label),
                 gap_closed=closed(label, "oracle"),
                 judge_gap_closed=closed(label, "perfect-judge"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from speckv.compression import check_compression
+from speckv.compression import COMPRESSIONS, check_compression
 from speckv.errors import SpecKVError
 from speckv.files import check_version, read_json, write_json
 
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 #: Steps that a gamma is counted besides as lying on the line: few tell little of what it takes.
 _ON_THE_LINE = 5
+#: No number of a timed run is as large: least squares could not square it.
+_MOST = 1e15
 FORMAT = "speckv-costs"
 #: Version 2 adds batches. A model of single sequences is written as version 1, which older readers know.
 SCHEMA_VERSION = 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Timings:
     """Seconds of a forward, measured on a grid.
 
@@ -77,22 +79,25 @@ class Timings:
     @classmethod
     def from_json(cls, value: dict[str, Any], where: str) -> Self:
         try:
-            tokens = np.array(value["tokens"], dtype=np.int64)
-            contexts = np.array(value["contexts"], dtype=np.int64)
-            seconds = np.array(value["seconds"], dtype=float)
-            spread = np.array(value["spread"], dtype=float) if "spread" in value else None
+            tokens, contexts = (_numbers(value[name], "i") for name in ("tokens", "contexts"))
+            seconds = _numbers(value["seconds"]).astype(float)
+            spread = _numbers(value["spread"]).astype(float) if "spread" in value else None
         except (KeyError, TypeError, ValueError) as error:
             raise SpecKVError(f"{where}: not a table of timings ({error}); profile again") from None
         if seconds.shape != (len(tokens), len(contexts)) or not seconds.size:
             raise SpecKVError(f"{where}: seconds must be a table of tokens by contexts; profile again")
         if not (np.isfinite(seconds).all() and (seconds > 0).all()):
             raise SpecKVError(f"{where}: seconds must be positive numbers; profile again")
-        if (np.diff(tokens) <= 0).any() or (np.diff(contexts) <= 0).any() or tokens[0] != 1:
-            raise SpecKVError(f"{where}: tokens must increase from 1, and contexts must increase; profile again")
+        if spread is not None and not (
+            spread.shape == seconds.shape and np.isfinite(spread).all() and spread.min() >= 0
+        ):
+            raise SpecKVError(f"{where}: spread must be a table like seconds, of 0 or more; profile again")
+        if (np.diff(tokens) <= 0).any() or (np.diff(contexts) <= 0).any() or tokens[0] != 1 or contexts[0] < 0:
+            raise SpecKVError(f"{where}: tokens must increase from 1, and contexts from 0 or more; profile again")
         return cls(tokens, contexts, seconds, spread)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CostModel:
     """How long a step takes on one machine with one draft, for each compression of the target.
 
@@ -148,8 +153,10 @@ class CostModel:
             self,
             name=name,
             draft=found.draft,
-            verify=found.verify,
+            verify=dict(found.verify),
             overhead=found.overhead,
+            controller=dict(self.controller),
+            provenance=dict(self.provenance),
             batch_size=size,
             batches={},
         )
@@ -208,9 +215,13 @@ class CostModel:
         model = cls(
             draft=Timings.from_json(value["draft"], f"{where}: draft"),
             verify={name: Timings.from_json(t, f"{where}: verify {name}") for name, t in value["verify"].items()},
-            overhead=float(value["overhead"]),
+            overhead=float(_numbers(value["overhead"])),
             **attributes,
         )
+        if not model.verify:
+            raise ValueError("verify holds no compression")
+        if unknown := sorted(model.verify.keys() - COMPRESSIONS):
+            raise ValueError(f"verify: compression {unknown[0]!r} is unknown")
         durations = [model.overhead, *(seconds for pair in model.controller.values() for seconds in pair)]
         if not all(np.isfinite(seconds) and seconds >= 0 for seconds in durations):
             raise ValueError("overhead and controller seconds must be 0 or more")
@@ -225,17 +236,22 @@ class CostModel:
             raise SpecKVError(f"{path}: is not a cost model; make one with `speckv profile`")
         check_version(value.get("schema_version"), SCHEMA_VERSION, path)
         try:
+            if value["unit"] != "seconds":
+                raise ValueError(f"its unit is {value['unit']!r}, not seconds")
             batches = {
                 int(size): cls._from_tables(of_size, f"{path}: batch {size}", name=str(value["name"]))
                 for size, of_size in value.get("batches", {}).items()
             }
+            controller = {name: _numbers(seconds) for name, seconds in value["controller"].items()}
+            if any(seconds.shape != (2,) for seconds in controller.values()):
+                raise ValueError("controller must hold two numbers for each policy")
             model = cls._from_tables(
                 value,
                 str(path),
                 name=str(value["name"]),
-                controller={name: (float(s[0]), float(s[1])) for name, s in value["controller"].items()},
+                controller={name: (float(s[0]), float(s[1])) for name, s in controller.items()},
                 provenance=value["provenance"],
-                batch_size=int(value.get("batch_size", 1)),
+                batch_size=int(_numbers(value.get("batch_size", 1), "i")),
                 batches=batches,
             )
             if not 0 < model.batch_size < min(batches, default=model.batch_size + 1):
@@ -245,6 +261,14 @@ class CostModel:
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise SpecKVError(f"{path}: not a whole cost model ({error!r}); profile again") from None
         return model
+
+
+def _numbers(value: Any, kinds: str = "if") -> npt.NDArray[Any]:
+    """Numbers of a JSON file, integers (`i`) and others (`f`). Raises ValueError if it holds truth values or texts."""
+    array = np.array(value)
+    if array.dtype.kind not in kinds:
+        raise ValueError(f"{value!r:.40} are not {'numbers' if 'f' in kinds else 'whole numbers'}")
+    return array
 
 
 class StepCosts:
@@ -300,28 +324,37 @@ def fit_costs(path: str | pathlib.Path, name: str, source: str, alias: dict[str,
         alias: compressions that were not timed -> those whose timings stand in for them.
 
     Raises:
-        SpecKVError: a column is missing, a row is not a number, or the fit gives a time that is not positive.
+        SpecKVError: a column is missing, a row is none, or the fit gives a time that is not positive.
     """
     import csv
 
     path = pathlib.Path(path)
+    names = ("compression", "gamma", "num_steps", "elapsed_sec")
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            columns, rows = reader.fieldnames or (), [(reader.line_num, row) for row in reader]
+    except FileNotFoundError:
+        raise SpecKVError(f"{path}: no such file; expected a CSV file of timed runs") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise SpecKVError(f"{path}: not a readable CSV file ({error})") from None
-    if missing := {"compression", "gamma", "num_steps", "elapsed_sec"} - set(rows[0] if rows else {}):
-        raise SpecKVError(f"{path}: the column {sorted(missing)[0]} is missing; expected one row a timed run")
+    if missing := [name for name in names if name not in columns]:
+        raise SpecKVError(f"{path}: the column {missing[0]} is missing; expected one row a timed run")
+    if not rows:
+        raise SpecKVError(f"{path}: holds no runs; expected one row a timed run")
     runs = np.zeros((len(rows), 3))
-    for number, row in enumerate(rows):
+    for run, (line, row) in zip(runs, rows, strict=True):
         try:
-            runs[number] = [float(row[name]) for name in ("gamma", "num_steps", "elapsed_sec")]
-            if not (np.isfinite(runs[number]).all() and runs[number, 1:].min() > 0):
-                raise ValueError("its numbers must be finite, and steps and seconds above 0")
-        except (TypeError, ValueError) as error:
-            raise SpecKVError(f"{path}: row {number + 2}: {error}; mend or remove that row") from None
+            if missing := [name for name in names if not row[name]]:
+                raise ValueError(f"{missing[0]} is missing")
+            check_compression(row["compression"])
+            run[:] = [float(row[name]) for name in names[1:]]
+            if not (np.abs(run).max() < _MOST and run[1:].min() > 0):
+                raise ValueError(f"its numbers must be below {_MOST:.0e}, and steps and seconds above 0")
+        except (SpecKVError, ValueError) as error:
+            raise SpecKVError(f"{path}: row {line}: {error}; mend or remove that row") from None
     gamma, steps, seconds = runs.T
-    compression = np.array([check_compression(row["compression"] or "") for row in rows])
+    compression = np.array([row["compression"] for _, row in rows])
     timed = _Timed(compression, gamma, steps, seconds, np.zeros(len(rows)), np.ones(len(rows)), np.arange(len(rows)))
     return timed.fit(path, name, source, "runs", alias)
 
@@ -369,7 +402,7 @@ def fit_costs_to_log(
     return timed.fit(where, name, source, "steps", alias, stairs=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Timed:
     """Timed runs of one gamma each.
 

@@ -22,7 +22,7 @@ from speckv.features import FEATURES
 from speckv.files import write_json
 from speckv.policy import Clairvoyant, Policy, check_playable
 from speckv.provenance import training_of
-from speckv.replaying import Replay, replay
+from speckv.replaying import Replay, known_controller, replay
 from speckv.saving import FIDELITY, load_policy, save_policy
 from speckv.traces import Rollouts
 
@@ -180,7 +180,7 @@ def fidelity(exporter: Exporter, policy: Policy, traces: Rollouts, costs: CostMo
 def _fidelity_of(
     exporter: Exporter, folder: pathlib.Path, policy: Policy, traces: Rollouts, costs: CostModel
 ) -> Fidelity:
-    controller = costs.controller.get(policy.name, (0.0, 0.0))
+    controller = known_controller(policy, costs) or (0.0, 0.0)
     original = replay(copy.deepcopy(policy), traces, costs, controller)
     other = replay(exporter.load(folder), traces, costs, (0.0, 0.0) if exporter.by_itself else controller)
     equal = _equal_steps(original, other)

@@ -56,7 +56,7 @@ def read_json(path: pathlib.Path, what: str) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise SpecKVError(f"{path}: no such file; expected {what}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # numbers and nesting have limits, too
         raise SpecKVError(f"{path}: not readable as {what} ({error})") from None
     if not isinstance(value, dict):
         raise SpecKVError(f"{path}: expected {what}, a JSON object, and found {type(value).__name__}")
@@ -80,6 +80,8 @@ def open_parquet(path: pathlib.Path, form: str, newest: int, remedy: str) -> "pa
     try:
         file = parquet.ParquetFile(path)
         metadata = file.schema_arrow.metadata or {}
+    except FileNotFoundError:
+        raise SpecKVError(f"{path}: no such file; expected one of the format {form}") from None
     except (OSError, pa.ArrowException) as error:
         reason = str(error).splitlines()[0]
         raise SpecKVError(f"{path}: not a readable Parquet file ({reason}); {remedy}") from None

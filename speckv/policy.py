@@ -24,7 +24,7 @@ State = dict[str, npt.NDArray[Any]]
 Memory = dict[str, npt.NDArray[Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Outcome:
     """What came of one step in each of n sequences, before anything is cut off at the end of a text.
 
@@ -106,7 +106,10 @@ class Policy:
         )
 
     def new_state(self, rows: int) -> State:
-        """What the policy remembers of each of `rows` sequences that are about to start."""
+        """What the policy remembers of each of `rows` sequences that are about to start.
+
+        Inside the draft names, shapes of rows and kinds of dtypes stay as they are here.
+        """
         return {}
 
     def new_memory(self) -> Memory:
@@ -297,12 +300,24 @@ def ask(policy: Policy, method: str, features: Features, state: State, rows: Int
         (n,) its answers.
 
     Raises:
-        SpecKVError: it does not answer with booleans, one a sequence.
+        SpecKVError: it does not answer with booleans, one a sequence, or sets a state to what its array can't hold.
     """
     part = select_rows(state, rows)
     answer = as_booleans(getattr(policy, method)(features, part), len(rows), f"{policy.name}.{method}")
     for name, array in part.items():
-        state[name][rows] = array
+        if name not in state:
+            raise SpecKVError(f"{policy.name}.{method} changed the state {name!r}, which new_state did not make")
+        whole, changed = state[name], np.asarray(array)
+        shape = (len(rows), *whole.shape[1:])
+        # What NumPy refuses in place, such as floats to integers, would be cast without a word below.
+        if changed.shape != shape or not (
+            changed.dtype is whole.dtype or np.can_cast(changed.dtype, whole.dtype, "same_kind")
+        ):
+            raise SpecKVError(
+                f"{policy.name}.{method} changed the state {name!r}, {whole.dtype} of shape {shape}, to "
+                f"{changed.dtype} of shape {changed.shape}; make it in new_state as it will be"
+            )
+        whole[rows] = changed
     return answer
 
 

@@ -37,7 +37,7 @@ def load_prompts(path: str | pathlib.Path) -> list[Prompt]:
     """
     path = pathlib.Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise SpecKVError(f"{path}: no such prompt file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -73,6 +73,8 @@ def _parse(row: Any, number: int) -> Prompt:
         raise ValueError("none of the known keys")
     if isinstance(row.get("turns"), str):
         raise ValueError("turns must be a list")
+    if identifier == "":
+        raise ValueError("the id is empty")
     if not isinstance(text, str) or not text.strip():
         raise ValueError("the prompt text is empty")
     return Prompt(str(identifier), str(task), text)

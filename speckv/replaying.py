@@ -74,7 +74,7 @@ def replay(
         traces: what was recorded.
         costs: how long forwards take; those of a batch say its size, which policies see as the feature `batch_size`.
         controller: seconds of the policy's work once a step and of one decision inside the draft. By default what
-            `costs` says of this policy, and nothing for one it does not know.
+            `costs` says of this policy, and nothing for one it does not know: see `known_controller`.
         features: names of features that exist before the draft, to be kept for every step: what learners train on.
 
     Raises:
@@ -83,7 +83,7 @@ def replay(
     """
     traces = traces.load() if isinstance(traces, TraceDataset) else traces
     if controller is None:
-        controller = costs.controller.get(policy.name, (0.0, 0.0))
+        controller = known_controller(policy, costs) or (0.0, 0.0)
     check_playable(policy, traces.gamma_max)
     if isinstance(policy, Clairvoyant):
         policy, controller = _Plan(*policy.foresee(traces, costs)), (0.0, 0.0)
@@ -269,7 +269,7 @@ class _Run:
             column[order] for column in columns
         )
         known = dict(zip(self.keep, kept, strict=True))
-        tokens = session.traces.lengths
+        tokens = session.traces.lengths.copy()
         return Replay(row, position, gamma, accepted, forwards, seconds, controller, chosen, propensity, tokens, known)
 
     def _step(self) -> tuple[npt.NDArray[Any], ...]:
@@ -333,7 +333,8 @@ class _Run:
 def known_controller(policy: Policy, costs: CostModel) -> tuple[float, float] | None:
     """Seconds of a policy's work once a step and of one decision inside the draft, as far as `costs` knows them: those
     in there are of default parameters, and with others (more trees, a wider network) a decision takes another time."""
-    return None if policy.changed_params else costs.controller.get(policy.name)
+    known = costs.controller.get(policy.name)
+    return None if known is None or policy.changed_params else known
 
 
 def measure_controller(policy: Policy, traces: Rollouts, costs: CostModel) -> tuple[float, float]:

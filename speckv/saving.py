@@ -8,7 +8,7 @@ import numpy as np
 import speckv
 from speckv.errors import SpecKVError
 from speckv.files import check_version, read_json, write_atomically, write_json
-from speckv.plugins import make_policy, policy_class
+from speckv.plugins import make_policy, policy_class, registry
 from speckv.policy import Memory, Policy
 
 FORMAT = "speckv-policy"
@@ -51,8 +51,12 @@ def save_policy(policy: Policy, path: str | pathlib.Path) -> None:
 
 
 def named_policy(spec: str) -> Policy:
-    """A policy as users name it: the folder of a saved one, else as of `make_policy`."""
-    return load_policy(spec) if (pathlib.Path(spec) / "policy.json").exists() else make_policy(spec)
+    """A policy as users name it: as of `make_policy`, or the folder of a saved one.
+
+    A name means the same whatever lies in the folder at hand; one that was saved under it is `./NAME`.
+    """
+    saved = spec not in registry().policies and (pathlib.Path(spec) / "policy.json").exists()
+    return load_policy(spec) if saved else make_policy(spec)
 
 
 def load_policy(path: str | pathlib.Path) -> Policy:

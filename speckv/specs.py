@@ -38,7 +38,7 @@ def make(what: str, spec: str, factory_of: Callable[[str], Callable[..., T]], *g
         given: its first arguments, which users can't set.
 
     Raises:
-        SpecKVError: the name or a parameter is unknown, or a value is not JSON.
+        SpecKVError: the name or a parameter is unknown, a parameter stands there twice, or a value is not JSON.
     """
     name, _, text = spec.partition(":")
     factory = factory_of(name)
@@ -48,6 +48,8 @@ def make(what: str, spec: str, factory_of: Callable[[str], Callable[..., T]], *g
         key, _, value = part.partition("=")
         if key not in known:
             raise SpecKVError(f"{what} {name!r} has no parameter {key!r}; it has {', '.join(known) or 'none'}")
+        if key in params:
+            raise SpecKVError(f"{what} {name!r} is given {key} twice; leave one out")
         try:
             params[key] = json.loads(value)
         except json.JSONDecodeError:

@@ -3,10 +3,10 @@
 `StepLog.load(folder)` reads them all, and so does whatever takes a step log.
 """
 
-import atexit
 import datetime
 import json
 import math
+import multiprocessing.util
 import operator
 import os
 import pathlib
@@ -23,6 +23,9 @@ from speckv.compression import COMPRESSIONS
 from speckv.errors import SpecKVError, SpecKVWarning
 from speckv.steplogs import SIGNAL, columns_of, write_columns
 
+#: The whole numbers that a column holds are below it.
+_LIMIT = 2**63
+
 
 class StepLogWriter:
     """Writes the steps of running decoders to a folder, from any thread. Several writers may share the folder.
@@ -32,7 +35,9 @@ class StepLogWriter:
 
     A thread of its own turns rows into files, `rows_per_file` at a time and at the latest after `seconds_per_file`, so
     that no step waits for the disk. A killed process loses what was not written by then; one that ends by itself,
-    nothing. Rows that can't be written (a full disk) are given up with a warning: a disk must not stop a decoder.
+    nothing, and so do workers of multiprocessing (those of a pool are killed at the end of its `with`, unless it was
+    closed and joined there). Rows that can't be written (a full disk) are given up with a warning: a disk must not
+    stop a decoder.
 
     Sequences are kept under the name `RUN/SEQUENCE`, where RUN belongs to this writer alone: a host may number its
     requests from 0 each time it starts.
@@ -84,6 +89,7 @@ class StepLogWriter:
 
     def _begin(self) -> None:
         self.run, self._files = "", 0
+        self._end: multiprocessing.util.Finalize | None = None
         self._rows: list[dict[str, Any]] = []
         self._adding, self._saving, self._due = threading.Lock(), threading.Lock(), threading.Event()
 
@@ -119,10 +125,13 @@ class StepLogWriter:
         try:
             whole = {"step": operator.index(step), "gamma": operator.index(gamma), "accepted": operator.index(accepted)}
             known = {name: math.nan if value is None else float(value) for name, value in signals.items()}
+            seconds = None if seconds is None else float(seconds)
+            propensity = None if propensity is None else float(propensity)
+            "".join((sequence, task or "", *signals)).encode()  # half of a surrogate pair, say, is no text for a file
             possible = (
                 sequence
-                and step >= 0
-                and 0 <= accepted <= gamma
+                and 0 <= step < _LIMIT
+                and 0 <= accepted <= gamma < _LIMIT
                 and not (seconds is not None and (seconds <= 0 or math.isinf(seconds)))
                 and not (propensity is not None and (propensity <= 0 or propensity > 1))
                 and (not compression or compression in COMPRESSIONS)
@@ -132,7 +141,8 @@ class StepLogWriter:
         if not possible:
             raise SpecKVError(
                 f"step {step} of sequence {sequence!r} can't be: gamma {gamma}, accepted {accepted}, "
-                f"seconds {seconds}, propensity {propensity}, compression {compression!r}, signals {signals}"
+                f"seconds {seconds}, propensity {propensity}, compression {compression!r}, task {task!r}, "
+                f"signals {signals}"
             )
         row = {"sequence": sequence, "seconds": seconds, "propensity": propensity, "compression": compression,
                "task": task, **whole, **known}  # fmt: skip
@@ -165,7 +175,8 @@ class StepLogWriter:
         with self._adding:
             self._closed = True
         self._due.set()
-        atexit.unregister(self.close)
+        if self._end:
+            self._end.cancel()
         self.flush()
 
     def __enter__(self) -> Self:
@@ -179,7 +190,8 @@ class StepLogWriter:
     def _start(self) -> None:
         # Names of files sort by the time of the first step; the rest keeps processes apart.
         self.run = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S%f}-{secrets.token_hex(4)}"
-        atexit.register(self.close)
+        # At the end of any process: workers of multiprocessing run no exit handlers but these.
+        self._end = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
         threading.Thread(target=self._work, name=f"steps to {self.folder}", daemon=True).start()
 
     def _work(self) -> None:

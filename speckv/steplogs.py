@@ -34,7 +34,7 @@ _OPTIONAL = {"seconds": "seconds", "propensity": "probability", "compression": "
 SIGNAL = "signal_"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepLog:
     """n steps of a decoder. NaN stands for a number that is not known of a step, the empty text for a name.
 

@@ -15,11 +15,11 @@ def leaderboard(comparison: Comparison, costs: str, compression: str) -> "Table"
     from rich.table import Table
 
     table = Table(title=f"{compression} · costs of {costs}", title_justify="left", title_style="bold")
-    table.add_column("policy", no_wrap=True)
+    table.add_column("policy")
     for name in ("tok/s", "gain", "95 % interval", "p", "judge", "oracle", "tok/step"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     table.add_column("gamma 0 …", no_wrap=True)
-    table.add_column("µs", justify="right", no_wrap=True)
+    table.add_column("µs", justify="right")
     for cell in comparison.cells:
         if (cell.costs, cell.compression) == (costs, compression):
             table.add_row(*_row(cell), style=_style(cell))
@@ -65,11 +65,11 @@ def what_if(comparison: Comparison) -> "Table":
 
     machines: list[str] = comparison.settings["costs"]
     table = Table(title="from one machine to another", title_justify="left", title_style="bold")
-    table.add_column("policy", no_wrap=True)
+    table.add_column("policy")
     for machine in machines:
-        table.add_column(f"{machine}: rank, tok/s", justify="right")
+        table.add_column(f"{machine}:\nrank, tok/s", justify="right")
     for machine in machines[1:]:
-        table.add_column(f"other gammas than on {machines[0]}" if len(machines) == 2 else machine, justify="right")
+        table.add_column(f"other gammas\nthan on {machines[0]}" if len(machines) == 2 else machine, justify="right")
     changed = {(change.policy, change.costs, change.other_costs): change.share for change in comparison.changes}
     ranks = {machine: ranking(comparison, machine) for machine in machines}
     for policy in ranks[machines[0]]:

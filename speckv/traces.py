@@ -42,6 +42,10 @@ TARGET_SIGNALS = {
     "target_margin": "logits between the likeliest and the second likeliest token",
 }
 
+#: By how much float32 sums of probabilities are off at most.
+_ROUNDING = 1e-4
+_LARGEST = float(np.finfo(np.float32).max)
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -151,36 +155,60 @@ def _to_row(rollout: Rollout) -> dict[str, Any]:
 
 
 def _from_row(row: dict[str, Any], where: str) -> Rollout:
+    """The sequence of one row. Raises SpecKVError if it can't be."""
+
+    def fault(reason: str) -> SpecKVError:
+        return SpecKVError(f"{where}: {reason}; record it again")
+
+    def values(name: str, kind: type, most: float) -> npt.NDArray[Any]:
+        """A list of numbers from 0 to `most`, both with the rounding of a sum."""
+        try:
+            array: npt.NDArray[Any] = np.asarray(row[name], dtype=kind)
+        except TypeError:
+            raise fault(f"{name} holds an empty cell") from None
+        if not (array.min(initial=0) >= -_ROUNDING and array.max(initial=0) <= most):  # NaN is neither
+            position = int(np.flatnonzero(~((array >= -_ROUNDING) & (array <= most)))[0])
+            found = array[position] if np.isfinite(array[position]) else "not a finite number"
+            raise fault(f"{name} is {found} at position {position}")
+        return array
+
     def ids(name: str) -> npt.NDArray[np.int32]:
-        return np.asarray(row[name], dtype=np.int32)
+        return values(name, np.int32, _LARGEST)
 
-    def reals(name: str, length: int) -> npt.NDArray[np.float32]:
-        values = np.asarray(row[name], dtype=np.float32)
-        if len(values) != length:
-            raise SpecKVError(f"{where}: {name} has {len(values)} values for {length} tokens; record it again")
-        if not np.isfinite(values).all():
-            position = int(np.flatnonzero(~np.isfinite(values))[0])
-            raise SpecKVError(f"{where}: {name} is not a finite number at position {position}; record it again")
-        return values
+    def reals(name: str, unit: str, length: int) -> npt.NDArray[np.float32]:
+        array = values(name, np.float32, 1 + _ROUNDING if unit.startswith("probability") else _LARGEST)
+        if len(array) != length:
+            raise fault(f"{name} has {len(array)} values for {length} tokens")
+        return array
 
+    for name, value in row.items():
+        if value is None:
+            raise fault(f"{name} holds an empty cell")
+    for name in ("id", "prompt_tokens"):
+        if not row[name]:
+            raise fault(f"{name} is empty")
     if row["compression"] not in COMPRESSIONS:
         raise SpecKVError(f"{where}: compression {row['compression']!r} is unknown; this speckv is older than the file")
-    tokens, off_lengths, off_tokens = ids("tokens"), ids("off_lengths"), ids("off_tokens")
-    if len(tokens) == 0 or not (len(ids("draft_tokens")) == len(off_lengths) == len(tokens)):
-        raise SpecKVError(f"{where}: its columns have different lengths; record it again")
-    if off_lengths.min() < 0 or off_lengths.sum() != len(off_tokens):
-        raise SpecKVError(f"{where}: off_lengths do not add up to the off-path tokens; record it again")
+    tokens, draft_tokens = ids("tokens"), ids("draft_tokens")
+    off_lengths, off_tokens = ids("off_lengths"), ids("off_tokens")
+    if len(tokens) == 0 or not (len(draft_tokens) == len(off_lengths) == len(tokens)):
+        raise fault("its columns have different lengths")
+    if off_lengths.sum() != len(off_tokens):
+        raise fault("off_lengths do not add up to the off-path tokens")
+    if len(needless := np.flatnonzero((off_lengths > 0) & (draft_tokens == tokens))):
+        raise fault(f"a continuation stands behind the right proposal at position {needless[0]}")
+    signals = DRAFT_SIGNALS | TARGET_SIGNALS
     return Rollout(
         id=row["id"],
         task=row["task"],
         compression=row["compression"],
         prompt_tokens=ids("prompt_tokens"),
         tokens=tokens,
-        draft_tokens=ids("draft_tokens"),
-        signals={name: reals(name, len(tokens)) for name in DRAFT_SIGNALS | TARGET_SIGNALS},
+        draft_tokens=draft_tokens,
+        signals={name: reals(name, unit, len(tokens)) for name, unit in signals.items()},
         off_lengths=off_lengths,
         off_tokens=off_tokens,
-        off_signals={name: reals(f"off_{name}", len(off_tokens)) for name in DRAFT_SIGNALS},
+        off_signals={name: reals(f"off_{name}", unit, len(off_tokens)) for name, unit in DRAFT_SIGNALS.items()},
         ended=row["ended"],
     )
 
@@ -233,9 +261,10 @@ class TraceDataset:
         digest = hashlib.sha256(identifier.encode()).hexdigest()[:16]
         return self.path / f"{compression}-{digest}.parquet"
 
-    def has(self, identifier: str, compression: str) -> bool:
-        """Whether the recorder has finished this prompt at this compression."""
-        return self._shard_of(identifier, compression).exists()
+    def keys(self) -> set[tuple[str, str]]:
+        """Identifier and compression of each sequence; the rest of them is not read."""
+        columns = ["id", "compression"]
+        return {(row["id"], row["compression"]) for shard in self._shards() for row in _read_rows(shard, columns)}
 
     def add(self, rollout: Rollout) -> None:
         """Write one finished sequence as a shard of its own, whole or not at all."""
@@ -244,7 +273,8 @@ class TraceDataset:
     def __iter__(self) -> Iterator[Rollout]:
         """Read one sequence at a time, in the order of the shards' names."""
         for shard in self._shards():
-            yield from _read_shard(shard)
+            for number, row in enumerate(_read_rows(shard)):
+                yield _from_row(row, where=f"{shard}: row {number}")
 
     def load(self) -> "Rollouts":
         """Read everything into dense arrays."""
@@ -301,7 +331,8 @@ def _write_shard(path: pathlib.Path, rollouts: Sequence[Rollout]) -> None:
     )
 
 
-def _read_shard(path: pathlib.Path) -> Iterator[Rollout]:
+def _read_rows(path: pathlib.Path, columns: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a shard, unchecked, with these columns or all."""
     import pyarrow as pa
 
     file = open_parquet(path, FORMAT, SCHEMA_VERSION, "delete it and record again")
@@ -311,11 +342,8 @@ def _read_shard(path: pathlib.Path) -> Iterator[Rollout]:
         if not file.schema_arrow.field(column.name).type.equals(column.type):
             raise SpecKVError(f"{path}: the column {column.name} is not of type {column.type}; record it again")
     try:
-        number = 0
-        for batch in file.iter_batches(batch_size=64):
-            for row in batch.to_pylist():
-                yield _from_row(row, where=f"{path}: row {number}")
-                number += 1
+        for batch in file.iter_batches(batch_size=64, columns=columns):
+            yield from batch.to_pylist()
     except (OSError, pa.ArrowException) as error:
         reason = str(error).splitlines()[0]
         raise SpecKVError(f"{path}: cannot be read to its end ({reason}); delete it and record again") from None

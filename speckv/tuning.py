@@ -35,9 +35,15 @@ def fastest_by_compression(candidates: Sequence[Policy], traces: Rollouts, costs
 
 
 def seconds_by_compression(candidates: Sequence[Policy], traces: Rollouts, costs: CostModel) -> FloatArray:
-    """Seconds that each candidate takes, (candidates, number of known compressions); 0 where there are no sequences."""
+    """Seconds that each candidate takes, (candidates, number of known compressions); 0 where there are no sequences.
+
+    Their decisions take what `costs` says of policies of their name: whatever the parameters, they are judged alike.
+    """
     seconds = np.stack(
-        [replay(copy.deepcopy(policy).forget(), traces, costs).sequence_seconds for policy in candidates]
+        [
+            replay(copy.deepcopy(policy).forget(), traces, costs, costs.controller.get(policy.name)).sequence_seconds
+            for policy in candidates
+        ]
     )
     return np.stack([seconds[:, traces.compressions == name].sum(axis=1) for name in COMPRESSIONS], axis=1)
 
@@ -136,7 +142,7 @@ def settle_rate(policy: Policy, traces: Rollouts, costs: CostModel, rounds: int 
     best_rate, best = rate.copy(), np.zeros(len(COMPRESSIONS))
     for _ in range(rounds):
         policy.fitted["rate"] = rate
-        run = replay(copy.deepcopy(policy).forget(), traces, costs)
+        run = replay(copy.deepcopy(policy).forget(), traces, costs, costs.controller.get(policy.name))
         reached = rate.copy()
         for code, name in enumerate(COMPRESSIONS):
             if (mask := traces.compressions == name).any():

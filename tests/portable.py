@@ -22,6 +22,11 @@ EXACT = (
     "dqn", "contextual-bandit", "ppo", "dqn-stop", "ppo-stop", "ltd",
 )  # fmt: skip
 
+#: One policy of every form, model and place of a decision.
+FORMS = (
+    "fixed:gamma=7", "heuristic", "confidence", "p-min:n_max=6,n_min=2,p_min=0.7", "svip:scale=0", "specdec-pp",
+    "hazard", "boosted-hazard", "neural-hazard", "mlp-throughput", "dqn", "dqn-stop",
+)  # fmt: skip
 
 #: Of networks that decide more than one thing.
 SEEDS = {"dqn": 10, "contextual-bandit": 10, "ppo": 10, "dqn-stop": 25, "ppo-stop": 25, "ltd": 5}

@@ -1,5 +1,6 @@
 """Bad input on the command line: one line, exit code 2, and nothing written or changed (rule R6)."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,9 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from speckv.cli import main
+from speckv.cli.common import must_be_new
 from speckv.errors import SpecKVError
 from speckv.plugins import SWITCH, make_policy
+from speckv.saving import save_policy
 from speckv.traces import TraceDataset
+from speckv.vocabulary import Vocabulary
 
 from .synthetic import make_costs, make_sequences, write_dataset
 
@@ -70,6 +74,57 @@ def test_good_input_is_taken(place):
     done = CliRunner().invoke(main, [str(part) for part in command])
     assert done.exit_code == 0, done.output
     assert json.loads((place / "new.json").read_text())["cells"] and (place / "new.png").stat().st_size > 1000
+
+
+def test_two_outputs_at_one_place(place):
+    (place / "link").symlink_to(place)
+    for one, other in (("a.svg", "a.svg"), ("a.svg", "none/../a.svg"), ("a.svg", "link/a.svg")):
+        command = ["compare", "--traces", place / "traces", "--json", place / one, "--plot", place / other]
+        assert f"{place / other}: is to be written twice" in refuse(place, *command)
+
+
+@contextlib.contextmanager
+def closed_output():
+    """Standard output that nobody reads any more."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as output, contextlib.redirect_stdout(output):
+        yield
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "compare --traces traces --policy none --folds 2 --json new.json --plot new.png",
+        "compare --traces steps.parquet --policy fixed --json new.json",
+        "evaluate steps.parquet --policy fixed --json new.json",
+        "tune hazard --traces traces --grid regularisation=1;2 --folds 2 --out new.json",
+        "costs show costs.json --plot new.png",
+        "costs fit steps.parquet --name toy --source here --out new.json",
+        "train hazard --traces traces --folds 2 --out new",
+    ],
+)
+def test_what_is_asked_for_is_written_though_nobody_reads_what_is_printed(command, place, monkeypatch):
+    """As behind `| head -1`."""
+    monkeypatch.chdir(place)
+    costs = [] if "costs" in command or "steps" in command else ["--costs", "costs.json"]
+    made = [
+        "traces",
+        "to-steps",
+        "--traces",
+        "traces",
+        "--costs",
+        "costs.json",
+        "--policy",
+        "fixed",
+        "--policy",
+        "none",
+    ]
+    assert CliRunner().invoke(main, [*made, "--out", "steps.parquet"]).exit_code == 0
+    with pytest.raises((BrokenPipeError, SystemExit)), closed_output():
+        main([*command.split(), *costs], standalone_mode=False)
+    written = [name for name in ("new", "new.json", "new.png") if name in command.split()]
+    assert [name for name in written if (place / name).exists()] == written
 
 
 @pytest.mark.parametrize(("option", "name"), [("--json", "out.json"), ("--plot", "out.png")])
@@ -182,6 +237,85 @@ def test_a_signal_that_is_not_a_number(name, value, place):
     assert f"{shard}: row 0: {name} is not a finite number at position" in line
 
 
+def spoil_row(shard: pathlib.Path, change) -> None:
+    """Change a shard's only row; nulls are written as well."""
+    import pyarrow as pa
+
+    def changed(table):
+        (row,) = table.to_pylist()
+        change(row)
+        fields = [field.with_nullable(True) for field in table.schema]
+        return pa.Table.from_pylist([row], pa.schema(fields, table.schema.metadata))
+
+    rewrite(shard, changed)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["id", "task", "compression", "prompt_tokens", "tokens", "draft_tokens", "draft_entropy", "target_margin",
+     "off_lengths", "off_tokens", "off_draft_top1", "ended"],
+)  # fmt: skip
+def test_an_empty_cell(name, made, tmp_path):
+    """Instead of the value, or inside a list of them."""
+    folder = tmp_path / "traces"
+    for inside in (False, True):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(made / "traces", folder)
+        shard = next(
+            path for path in sorted(folder.glob("*.parquet")) if len(next(iter(TraceDataset(folder))).off_tokens) > 1
+        )
+
+        def empty(row, inside=inside):
+            if inside and isinstance(row[name], list):
+                row[name][1] = None
+            else:
+                row[name] = None
+
+        spoil_row(shard, empty)
+        reasons = "is not a finite number at|holds an empty cell"
+        with pytest.raises(SpecKVError, match=f"{shard}: row 0: {name} ({reasons})"):
+            TraceDataset(folder).load()
+
+
+def _behind_a_right_proposal(row):
+    right = np.flatnonzero(np.array(row["tokens"]) == row["draft_tokens"])[0]
+    wrong = next(n for n, length in enumerate(row["off_lengths"]) if length)
+    row["off_lengths"][wrong] -= 1
+    row["off_lengths"][right] += 1
+
+
+def _set(name, value, position=-1):
+    def change(row):
+        if isinstance(row[name], list) and not isinstance(value, list):
+            row[name][position] = value
+        else:
+            row[name] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *((_set(name, -1), f"{name} is -1 at position")
+          for name in ("prompt_tokens", "tokens", "draft_tokens", "off_tokens")),
+        *((_set(name, -0.5), f"{name} is -0.5 at position")
+          for name in ("draft_entropy", "off_draft_entropy", "target_entropy", "target_margin", "draft_top2")),
+        *((_set(name, 7.0), f"{name} is 7.0 at position")
+          for name in ("draft_top1", "draft_top2", "draft_top10", "off_draft_top1")),
+        (_set("id", ""), "id is empty"),
+        (_set("prompt_tokens", []), "prompt_tokens is empty"),
+        (_behind_a_right_proposal, "a continuation stands behind the right proposal at position"),
+    ],
+)  # fmt: skip
+def test_a_sequence_that_cannot_be(change, message, place):
+    shard = next(path for path, sequence in zip(sorted((place / "traces").glob("*.parquet")),
+                 TraceDataset(place / "traces"), strict=True) if len(sequence.off_tokens))  # fmt: skip
+    spoil_row(shard, change)
+    line = refuse(place, *compare(place))
+    assert f"{shard}: row 0: {message}" in line
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [("draft_tokens", "different lengths"), ("off_tokens", "do not add up"), ("draft_top2", "values for")],
@@ -217,6 +351,34 @@ def test_merge_writes_nothing(place):
     assert "exists already" in refuse(place, "traces", "merge", place / "traces", "--out", place / "traces")
 
 
+def test_nothing_is_written_into_what_is_read(place):
+    """A recording with a step log among its shards can't be read any more."""
+    recording, saved = place / "traces", place / "saved"
+    save_policy(make_policy("fixed:gamma=2"), saved)
+    (place / "link").symlink_to(recording)
+    for command in (
+        ["traces", "to-steps", "--traces", recording, "--policy", "fixed", "--out", recording / "x.parquet"],
+        ["traces", "to-steps", "--traces", recording, "--policy", "fixed", "--out", place / "link" / "x.parquet"],
+        ["traces", "merge", recording, "--out", recording / "deep" / "er"],
+        ["compare", "--traces", recording, "--json", recording / "x.json"],
+        ["train", "hazard", "--traces", recording, "--out", recording],
+        ["decode", "--target", "x", "--draft", "x", "--prompt", "x", "--log", recording],
+        ["export", saved, "--to", "speckv", "--out", saved / "exported"],
+    ):
+        folder = saved if command[0] == "export" else recording
+        line = refuse(place, *command)
+        assert f"{folder}: holds a " in line and line.endswith(f" already; choose another place for {command[-1]}")
+    must_be_new(recording / ".." / "x.json")
+    (place / "manifest.json").write_text('{"name": "of something else"}')
+    must_be_new(place / "x.json")
+
+
+def test_known_texts_are_not_replaced(place):
+    Vocabulary({0: b"right"}).save(place / "traces")
+    line = refuse(place, "traces", "texts", place / "traces", "--tokenizer", place / "of-another-model")
+    assert f"{place / 'traces' / 'vocabulary.json'}: exists already" in line
+
+
 def test_a_sequence_at_an_unknown_compression_is_refused(place):
     sequence = dataclasses.replace(make_sequences(prompts=1, budget=BUDGET)[0], compression="gptq")
     TraceDataset(place / "traces").add(sequence)
@@ -239,21 +401,17 @@ def test_a_sequence_at_an_unknown_compression_with_costs_is_refused(place):
         ("", "policy '' is unknown"),
         ("fixed:gama=4", "policy 'fixed' has no parameter 'gama'; it has gamma"),
         ("none:gamma=4", "policy 'none' has no parameter 'gamma'; it has none"),
+        ("fixed:gamma=2,gamma=7", "policy 'fixed' is given gamma twice; leave one out"),
         ("fixed:gamma=four", "the value of gamma is not a number or JSON: 'four'"),
         ("fixed:gamma", "the value of gamma is not a number or JSON: ''"),
-        ("fixed:gamma=-1", "choose_gamma returned -1"),
-        ("fixed:gamma=2.5", "choose_gamma must return integers"),
-        ('fixed:gamma="four"', "choose_gamma must return integers"),
+        ("fixed:gamma=-1", "gamma is -1; it must be a whole number from 0"),
+        ("fixed:gamma=2.5", "gamma is 2.5; it must be a whole number from 0"),
+        ('fixed:gamma="four"', "gamma is four; it must be a whole number from 0"),
         ("heuristic:start=-3", "start is -3; it must be a whole number from 0"),
     ],
 )
 def test_policies(spec, message, place):
     assert message in refuse(place, *compare(place, "--policy", spec, "--folds", 2))
-
-
-def test_a_policy_that_answers_nonsense_is_named(place):
-    line = refuse(place, *compare(place, "--policy", "fixed:gamma=-3", "--folds", 2))
-    assert "fixed.choose_gamma" in line
 
 
 @pytest.mark.parametrize("spec", ["hazard:regularisation=-1", "mlp:hidden=0", "mlp:gammas=3"])
@@ -301,6 +459,9 @@ def test_cost_models(place):
     assert "two of the cost models are called 'toy'" in refuse(place, *compare(place, "--costs", place / "costs.json"))
     (place / "bad.json").write_text('{"format": "speckv-costs", "schema_version": 1}')
     assert "bad.json: not a whole cost model" in refuse(place, *compare(place, costs="bad.json"))
+    for unreadable in (100_000 * "[", '{"format": ' + 5_000 * "1" + "}"):
+        (place / "bad.json").write_text(unreadable)
+        assert "bad.json: not readable as a cost model" in refuse(place, *compare(place, costs="bad.json"))
     (place / "newer.json").write_text('{"format": "speckv-costs", "schema_version": 3}')
     assert "schema version 3 is newer than 2" in refuse(place, *compare(place, costs="newer.json"))
 
@@ -355,6 +516,7 @@ def record(place: pathlib.Path, prompts: str, compression: str = "bf16") -> list
         (['{"id": 1, "task": "code"}'], ":1: not a prompt"),
         (['{"id": 1, "prompt": "a"}'], ":1: not a prompt ('task')"),
         (['{"id": 1, "task": "code", "prompt": " "}'], "the prompt text is empty"),
+        (['{"id": "", "task": "code", "prompt": "a"}'], "the id is empty"),
         (['{"id": 1, "task": "code", "turns": []}'], ":1: not a prompt"),
         (["[1]"], "the line is not a JSON object"),
     ],
@@ -381,15 +543,50 @@ def test_unknown_compression(place):
     assert "exists already" in refuse(place, *command)
 
 
+def process(*command: str, **options) -> subprocess.Popen[str]:
+    """The real process; options as of Popen."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen([sys.executable, *command], text=True, env=environment, **options)
+
+
 def test_the_real_process_exits_with_2(place):
     before = snapshot(place)
-    done = subprocess.run(
-        [sys.executable, "-c", "from speckv.cli import main; main()", *map(str, compare(place, "--policy", "fixd"))],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        timeout=120,
-    )
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "speckv: error: policy 'fixd' is unknown; did you mean 'fixed'?\n"
+    command = map(str, compare(place, "--policy", "fixd"))
+    run = process("-m", "speckv", *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    printed, said = run.communicate(timeout=120)
+    assert run.returncode == 2 and printed == ""
+    assert said == "speckv: error: policy 'fixd' is unknown; did you mean 'fixed'?\n"
     assert snapshot(place) == before
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no disk that is always full")
+@pytest.mark.parametrize("command", ["plugins", "policies --json", "--help"])
+def test_standard_output_is_a_full_disk(command):
+    with open("/dev/full", "w") as full:
+        run = process("-m", "speckv", *command.split(), stdout=full, stderr=subprocess.PIPE)
+        _, said = run.communicate(timeout=60)
+    assert run.returncode == 2
+    assert said == "speckv: error: what is printed cannot be written (No space left on device); print it elsewhere\n"
+
+
+def test_the_workers_of_a_command_end_with_it():
+    """They hold its standard output, which is at its end only when all of them are gone."""
+    working = """
+import joblib, os, time
+from speckv.cli import main
+
+def work():
+    os.write(1, b"working\\n")
+    time.sleep(100)
+
+@main.command()
+def wait():
+    list(joblib.Parallel(n_jobs=2, return_as="generator")(2 * [joblib.delayed(work)()]))
+
+main()
+"""
+    run = process("-c", working, "wait", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert run.stdout.readline() == "working\n"
+    run.terminate()
+    _, said = run.communicate(timeout=30)
+    assert run.returncode == 1 and said.strip() == "Aborted!"

@@ -1,10 +1,13 @@
 """The oracle against brute force, and everything else against the oracle."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from speckv import bounds
 from speckv.bounds import oracle
 from speckv.costs import CostModel, Timings
 from speckv.plugins import make_policy, registry
@@ -49,6 +52,29 @@ def test_oracle_is_brute_force(seed, budget, gamma_max, draft, lag, stair):
     manifest, costs = Manifest(gamma_max, budget, {}), make_costs(draft=draft, lag=lag, stair=stair)
     found = oracle(Rollouts.from_sequences(sequences, manifest), costs)
     np.testing.assert_allclose(found.seconds, [brute_force(s, manifest, costs) for s in sequences], rtol=1e-12)
+
+
+def test_in_slices_the_oracle_is_the_same(monkeypatch):
+    """Of sequences of several lengths and compressions."""
+    traces, costs = make_rollouts(prompts=7, budget=24), make_costs(lag=0.01)
+    assert len(set(traces.lengths)) > 1 and len(set(traces.compressions)) > 1
+    whole = oracle(traces, costs)
+    for cells in (1, 3_000):
+        monkeypatch.setattr(bounds, "_CELLS", cells)
+        found = oracle(traces, costs)
+        for name in ("seconds", "gammas", "forwards"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(whole, name))
+
+
+def test_the_oracle_of_long_texts_stays_in_memory(monkeypatch):
+    """8 MB at once if it were not in slices."""
+    traces = make_rollouts(prompts=20, compressions=["bf16"], gamma_max=2, budget=200)
+    monkeypatch.setattr(bounds, "_CELLS", 200_000)
+    tracemalloc.start()
+    oracle(traces, make_costs())
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 4e6
 
 
 @given(seed=st.integers(0, 2**32 - 1), draft=st.floats(0.001, 0.2), lag=st.floats(0, 0.2))

@@ -1,18 +1,22 @@
 """Comparisons: statistics with known answers, folds, and what the table must hold."""
 
 import dataclasses
+import io
 import json
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from speckv.comparison import REQUIRED, compare, holm, with_decision_times
 from speckv.errors import SpecKVError
 from speckv.plugins import make_policy
 from speckv.policy import Policy
 from speckv.replaying import known_controller, replay
+from speckv.report import plots
+from speckv.tables import leaderboard
 
 from .synthetic import make_costs, make_rollouts
 
@@ -249,6 +253,45 @@ def test_several_cost_models_are_told_apart(traces):
     assert share["dear"] == 1 > share["one"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"folds": 1}, "folds is 1; it must be a whole number from 2"),
+        ({"folds": 0}, "folds is 0"),
+        ({"folds": 2.5}, "folds is 2.5"),
+        ({"seed": -1}, "seed is -1; it must be a whole number from 0 to 4294967295"),
+        ({"seed": 2**32}, "seed is 4294967296"),
+        ({"seed": None}, "seed is None"),
+        ({"hold_out": "foo"}, "hold_out is 'foo'; it must be 'prompt' or 'task'"),
+    ],
+)
+def test_arguments_that_are_refused(arguments, message, traces, costs):
+    with pytest.raises(SpecKVError, match=message):
+        compare(required(), traces, [costs], **arguments)
+
+
+def test_two_machines_of_one_name_are_refused(traces, costs):
+    with pytest.raises(SpecKVError, match="two of the cost models are called 'toy'; rename one"):
+        compare(required(), traces, [costs, make_costs(draft=1.0)], folds=3)
+
+
+def test_of_a_single_prompt_there_is_no_interval(traces, costs):
+    """As in a recording that was killed early in its second compression."""
+    few = traces.take((traces.compressions == "bf16") | (traces.ids == traces.ids[0]))
+    result = compare([*required(), Parity()], few, [costs], folds=3)
+    assert result.bounds == {"perfect-judge", "oracle"}
+    for cell in result.cells:
+        assert (cell.gain_ci is None) == (cell.compression == "nf4" or cell.policy == "best-fixed")
+        assert (cell.p is None) == (cell.compression == "nf4" or cell.policy in {"best-fixed", *result.bounds})
+    json.dumps(result.to_json(), allow_nan=False)
+    console = Console(width=200, record=True, file=io.StringIO())
+    for compression in ("bf16", "nf4", "all"):
+        console.print(leaderboard(result, "toy", compression))
+    assert "nan" not in console.export_text().lower()
+    for draw in plots.OF_RESULT.values():
+        draw(result)
+
+
 def test_decision_times_that_costs_do_not_know_are_measured(traces, costs):
     known = dataclasses.replace(costs, controller={name: times for name, times in TIMES.items() if name != "fixed"})
     cells = compare(required(), traces, [known], folds=3).cells
@@ -266,6 +309,9 @@ def test_known_decision_times_are_of_default_parameters(costs):
     (timed,) = with_decision_times(policy, few, [costs])
     assert 0 < timed.controller["fixed"][0] < 1e-3 and timed.controller["fixed"] != TIMES["fixed"]
     assert with_decision_times(make_policy("fixed"), few, [costs]) == [costs]
+    cells = compare([*required(), policy], make_rollouts(prompts=4, budget=8), [costs], folds=2).cells
+    microseconds = {cell.policy: cell.decision_us for cell in cells}
+    assert microseconds["fixed-4"] == pytest.approx(1e6 * TIMES["fixed"][0]) != microseconds["fixed-2"] > 0
 
 
 class Raises(Policy):

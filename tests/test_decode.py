@@ -1,5 +1,6 @@
 """`speckv decode`, from the command line to the last word."""
 
+import io
 import re
 
 import pytest
@@ -47,6 +48,19 @@ def test_prompt_from_standard_input(decode):
     )
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_standard_input_that_is_no_text(errors, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8", errors))
+    with pytest.raises(SystemExit, match="2"):
+        main(["decode", "--target", "none", "--draft", "none", "--prompt", "-"])
+    assert "speckv: error: standard input is not text (" in capsys.readouterr().err
+
+
+def test_the_log_and_the_policy_at_one_place(decode, tmp_path):
+    done = decode("--prompt", "Hello", "--save-policy", str(tmp_path / "x"), "--log", str(tmp_path / "x"))
+    assert done.exit_code == 2 and "x: is to be written twice" in done.output
+
+
 @pytest.mark.parametrize("drafter", ["early-exit:layers=1", "prompt-lookup", "prompt-lookup:longest=2"])
 def test_other_drafters(decode, drafter):
     assert decode("--prompt", "Hello", "--drafter", drafter, draft=False).exit_code == 0
@@ -84,10 +98,13 @@ def test_a_saved_policy(decode, tmp_path):
         (["--policy", "fixd"], "did you mean 'fixed'"),
         (["--policy", "oracle"], "knows the future"),
         (["--temperature", "0.5"], "greedy decoding takes no temperature"),
-        (["--sampling", "rejection", "--temperature", "0"], "temperature is 0.0; it must be from 0.0001"),
+        (["--sampling", "rejection", "--temperature", "0"], "temperature is 0.0; it must be from 0.0001 (0 is greedy"),
         (["--min-new-tokens", "30"], "min_new_tokens is 30"),
         (["--stop", ""], "a list of strings of at least one character"),
-        (["--policy", "fixed:gamma=20"], "plays gamma 20, above the gamma_max of 16"),
+        (["--policy", "fixed:gamma=20"], "plays gamma 20, above the --gamma-max of 16; raise that, or choose another"),
+        (["--gamma-max", "2"], "plays gamma 4, above the --gamma-max of 2; raise that, or choose another"),
+        (["--prompt", "\udcff"], "--prompt is not text ("),
+        (["--stop", "\udcff"], "--stop is not text ("),
         (["--device", "cuda:7"], "device 'cuda:7' can't be used here"),
         (["--compression", "int3"], "compression 'int3' is unknown"),
         (["--log", "x" * 300], "x: cannot be written (File name too long); choose another place"),

@@ -417,6 +417,55 @@ def test_a_sequence_that_is_none(make, name, sequence):
         make(name).reset(options={"sequence": sequence})
 
 
+@pytest.mark.parametrize("name", ["replay", "stop", "pair"])
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (1.0, "actions are integers, and these are float64"),
+        (True, "actions are integers, and these are bool"),
+        ("1", "actions are integers"),
+        (None, "actions are integers"),
+        (np.array([1]), "one action is needed, and the shape of these is (1,)"),
+    ],
+)
+def test_what_is_no_action(make, name, action, message):
+    env = make(name).unwrapped
+    env.reset(seed=0)
+    with pytest.raises(SpecKVError, match=re.escape(message)):
+        env.step(action)
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        ([1, 1], "3 actions are needed, one for each environment, and the shape of these is (2,)"),
+        ([1, 1, 1, 1], "the shape of these is (4,)"),
+        ([[1, 1, 1]], "the shape of these is (1, 3)"),
+        (1, "the shape of these is ()"),
+        ([1.0, 1.0, 1.0], "actions are integers, and these are float64"),
+        ([True, False, True], "actions are integers, and these are bool"),
+    ],
+)
+@pytest.mark.parametrize("name", ["replay", "stop"])
+def test_what_are_no_actions(make_vec, name, actions, message):
+    envs = make_vec(name, 3)
+    envs.reset(seed=0)
+    with pytest.raises(SpecKVError, match=re.escape(message)):
+        envs.step(np.array(actions))
+
+
+@pytest.mark.parametrize("name", ["replay", "stop", "identity", "pair"])
+def test_a_step_before_the_reset(make, name):
+    with pytest.raises(gymnasium.error.ResetNeeded, match=re.escape("call reset() before the first step()")):
+        make(name).unwrapped.step(1)
+
+
+@pytest.mark.parametrize("name", ["replay", "stop"])
+def test_a_step_of_the_vector_form_before_the_reset(make_vec, name):
+    with pytest.raises(gymnasium.error.ResetNeeded, match=re.escape("call reset() before the first step()")):
+        make_vec(name, 3).step(np.array([1, 1, 1]))
+
+
 @pytest.mark.parametrize("action", [-1, 9])
 def test_an_action_that_is_none(make, make_vec, action):
     single, several = make("replay").unwrapped, make_vec("replay", 3)

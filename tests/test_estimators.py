@@ -592,6 +592,7 @@ def test_evaluate_on_the_command_line(log, costs, tmp_path):
         (["--json", str(tmp_path / "out.json")], "exists already"),
         (["--policy", "hazard"], "does not decide before the step alone"),
         (["--costs", "nowhere"], "expected a cost model"),
+        (["--gamma-max", "1000"], "is not in the range"),  # tables of all lengths of drafts grow with its square
     ]:
         failed = run(main, [*command, *more])
         assert failed.exit_code == 2 and message in failed.stderr and failed.stdout == ""

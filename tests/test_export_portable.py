@@ -39,14 +39,9 @@ from speckv.testing import check_exporter
 from speckv.testing.recordings import dense, make_sequences
 from speckv.traces import TraceDataset
 
-from .portable import EXACT, decode, fitted, recording
+from .portable import EXACT, FORMS, decode, fitted, recording
 from .synthetic import make_costs, write_dataset
 
-#: One policy of every form, model and place of a decision.
-FORMS = (
-    "fixed:gamma=7", "heuristic", "confidence", "p-min:n_max=6,n_min=2,p_min=0.7", "svip:scale=0", "specdec-pp",
-    "hazard", "boosted-hazard", "neural-hazard", "mlp-throughput", "dqn", "dqn-stop",
-)  # fmt: skip
 EXPORTERS = {"bundle": BundleExporter, "onnx": OnnxExporter, "c": CExporter}
 
 needs_onnx = pytest.mark.skipif(
@@ -161,7 +156,7 @@ int host_choose_gamma(speckv_sequence *s, int n) { return speckv_choose_gamma(s,
 int host_draw_token(speckv_sequence *s, double a, double b, double c, double d)
 { return speckv_draw_token(s, a, b, c, d); }
 int host_keep_drafting(speckv_sequence *s, double p) { return speckv_keep_drafting(s, p); }
-void host_observe(speckv_sequence *s, int d, int a, double e, double m) { speckv_observe(s, d, a, e, m); }
+int host_observe(speckv_sequence *s, int d, int a, double e, double m) { return speckv_observe(s, d, a, e, m); }
 """
     (folder / "host.c").write_text(_LIBRARY + calls)
     strict = ["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror"]
@@ -184,11 +179,46 @@ def test_a_c_host_tells_the_cost_ratio_and_the_batch_size(tmp_path):
 
 
 @needs_compiler
-@pytest.mark.parametrize("spec", ["hazard", "boosted-hazard", "mlp"])
-def test_cpp_hosts_can_include_it_too(spec, tmp_path):
-    (tmp_path / "host.cpp").write_text(make_header(Bundle(spec, fitted(spec).program())))
-    options = ["-std=c++11", "-Wall", "-Werror", "-Wno-unused-function", "-fsyntax-only"]
-    subprocess.run(["c++", *options, "host.cpp"], cwd=tmp_path, check=True, timeout=60)
+@pytest.mark.parametrize("spec", FORMS)
+def test_hosts_in_c_and_cpp_include_it_without_a_warning(spec, tmp_path):
+    (tmp_path / HEADER).write_text(make_header(Bundle(spec, fitted(spec).program())))
+    host = f'#include "{HEADER}"\nint host(speckv_sequence *s) {{ speckv_start(s, 9, 1, 0.1); return 0; }}\n'
+    (tmp_path / "host.c").write_text(host)
+    (tmp_path / "host.cpp").write_text(host)
+    strict = ["-pedantic", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-fsyntax-only"]
+    for standard in ("c99", "c11", "c++11", "c++17", "c++20"):
+        compiler, source = ("c++", "host.cpp") if "++" in standard else ("cc", "host.c")
+        if shutil.which(compiler):
+            subprocess.run([compiler, f"-std={standard}", *strict, source], cwd=tmp_path, check=True, timeout=60)
+
+
+@needs_compiler
+def test_a_c_host_is_told_of_an_outcome_that_cannot_be(tmp_path):
+    library = library_of(bundle := Bundle("heuristic", fitted("heuristic").program()), tmp_path)
+    at = ctypes.create_string_buffer(library.size())
+    library.host_start(at, 20, 1, ctypes.c_double(0.1))
+    zero = ctypes.c_double(0)
+    before = at.raw
+    assert [library.host_observe(at, *outcome, zero, zero) for outcome in ((3, 5), (2, -1), (-1, -1))] == [0, 0, 0]
+    assert at.raw == before, "what was refused left no trace"
+    assert library.host_observe(at, 3, 2, zero, zero) == 1 and at.raw != before
+    assert bundle.asks is None
+
+
+@needs_compiler
+def test_an_entropy_that_was_rounded_below_0_is_0(tmp_path):
+    bundle = Bundle("hazard", fitted("hazard").program())
+    library = library_of(bundle, tmp_path)
+    assert "sqrt" in bundle.program.stop.here.inputs.transforms
+    answers = []
+    for entropy in (0.0, -1e-8):
+        at, sequence = ctypes.create_string_buffer(library.size()), bundle.start(10, "nf4", 0.1)
+        library.host_start(at, 10, list(COMPRESSIONS).index("nf4"), ctypes.c_double(0.1))
+        library.host_choose_gamma(at, 1), sequence.choose_gamma()
+        in_c = library.host_draw_token(at, *map(ctypes.c_double, (entropy, 1.0, 0.0, 1.0)))
+        told = dict(draft_entropy=entropy, draft_top1=1.0, draft_top2=0.0, draft_top10=1.0)
+        answers += [in_c, sequence.draw_token(**told)]
+    assert len(set(answers)) == 1
 
 
 #: Faults in what a header keeps of a sequence, and a policy, or a feature, that shows it.
@@ -363,9 +393,8 @@ def test_a_header_says_what_it_is():
     text = make_header(Bundle('odd "name" \\ ??/', fitted("mlp").program()))
     assert '#define SPECKV_POLICY "odd \\"name\\" \\\\ \\?\\?/"' in text
     assert '#define SPECKV_READS "compression,last_mean_entropy,' in text and "#define SPECKV_NF4 4" in text
-    assert not re.search(r"\b(malloc|calloc|free|printf)\b", text) and re.findall(r"#include <(.*)>", text) == [
-        "math.h"
-    ]
+    assert not re.search(r"\b(malloc|calloc|free|printf)\b", text)
+    assert re.findall(r"#include <(.*)>", text) == ["math.h", "string.h"]
     assert not re.search(r"@[A-Z]+@", text)
 
 

@@ -268,10 +268,10 @@ def test_decisions_of_the_decoder_take_no_time(tmp_path):
     """Whatever those of the policy took that it stands for."""
     traces, costs = recording()
     costs = dataclasses.replace(costs, controller={"fixed": (0.01, 0.0)})
-    result = export(OneNumber(), fitted("fixed:gamma=7"), tmp_path / "out", traces, costs)
+    result = export(OneNumber(), fitted("fixed"), tmp_path / "out", traces, costs)
     assert result.equal_decisions == 1.0
     free = dataclasses.replace(costs, controller={"fixed": (0.0, 0.0)})
-    assert result.throughput == replay(fitted("fixed:gamma=7"), traces, free).throughput > result.original_throughput
+    assert result.throughput == replay(fitted("fixed"), traces, free).throughput > result.original_throughput
 
 
 @each_decoder

@@ -1,5 +1,6 @@
 """What the whole code base promises: light imports, no pickle, documented names, known prompt files."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -155,10 +156,11 @@ PROMPTS = {
 }  # fmt: skip
 
 
-def test_prompt_files_of_public_benchmarks(tmp_path):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_prompt_files_of_public_benchmarks(encoding, tmp_path):
     path = tmp_path / "prompts.jsonl"
     lines = list(PROMPTS)
-    path.write_text("\n".join([*lines[:4], "", lines[4]]) + "\n", encoding="utf-8")
+    path.write_text("\n".join([*lines[:4], "", lines[4]]) + "\n", encoding=encoding)
     assert [(prompt.id, prompt.task, prompt.text) for prompt in load_prompts(path)] == list(PROMPTS.values())
 
 
@@ -177,3 +179,24 @@ def test_the_shipped_prompts():
     tasks = [prompt.task for prompt in prompts]
     assert set(tasks) == {"code", "math", "chat", "summarization"}
     assert min(tasks.count(task) for task in set(tasks)) >= 20
+
+
+@pytest.mark.parametrize(
+    "module", ["costs", "steplogs", "bounds", "policy", "runtime.bundle", "runtime.programs", "runtime.models"]
+)
+def test_what_holds_arrays_is_equal_to_itself_alone(module):
+    """A comparison of arrays has no truth value, and arrays have no hash."""
+    loaded = importlib.import_module(f"speckv.{module}")
+    classes = [value for value in vars(loaded).values() if dataclasses.is_dataclass(value)]
+    holders = [
+        cls.__name__
+        for cls in classes
+        if cls.__module__ == loaded.__name__
+        and any(
+            word in str(item.type)
+            for item in dataclasses.fields(cls)
+            for word in ("Array", "ndarray", "Timings", "Program")
+        )
+    ]
+    assert holders
+    assert [name for name in holders if getattr(loaded, name).__eq__ is not object.__eq__] == []

@@ -125,6 +125,16 @@ def write_parquet(path, rows):
 FORMS = {".csv": write_csv, ".jsonl": write_jsonl, ".parquet": write_parquet}
 
 
+def write_integers(path, rows):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.Table.from_pylist(rows), path)
+
+
+WRITE_INTEGERS = FORMS | {".parquet": write_integers}
+
+
 @pytest.mark.parametrize("ending", FORMS)
 def test_a_table_with_a_column_map(ending, tmp_path):
     path = tmp_path / f"log{ending}"
@@ -195,6 +205,32 @@ def test_a_byte_order_mark(ending, tmp_path):
     assert found.faults == [] and found.log.gamma.tolist() == [4]
 
 
+@pytest.mark.parametrize("ending", FORMS)
+@given(st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=5, unique=True))
+@settings(max_examples=20, deadline=None)
+def test_integers_are_read_exactly(tmp_path_factory, ending, steps):
+    """Those that no float holds as well: two steps would be the same."""
+    path = tmp_path_factory.mktemp("t") / f"log{ending}"
+    steps = [*steps, *{2**53, 2**53 + 1, 2**63 - 1}.difference(steps)]
+    WRITE_INTEGERS[ending](path, [{"sequence": "a", "step": step, "gamma": step, "accepted": step} for step in steps])
+    found = make_importer("table").read(path)
+    assert found.faults == [] and found.log.step.tolist() == steps
+    assert found.log.gamma.tolist() == found.log.accepted.tolist() == steps
+
+
+def test_integers_in_other_guises(tmp_path):
+    """As spreadsheets and data frames write them; what is none is told."""
+    path = tmp_path / "log.csv"
+    path.write_text("sequence,gamma,accepted\n" + "".join(f"a,{text},0\n" for text in GUISES))
+    found = make_importer("table").read(path)
+    assert found.log.gamma.tolist() == [value for value in GUISES.values() if value is not None]
+    assert len(found.faults) == list(GUISES.values()).count(None)
+
+
+GUISES = {"4.0": 4, " 4 ": 4, "1e1": 10, "+2": 2, "-0": 0, "4.5": None, "4.000000000000000000000000000001": None,
+          "1e999999999": None, "1e-999999999": None, "nan": None, "inf": None, "-inf": None, "0x4": None}  # fmt: skip
+
+
 @pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 10**30, 10**400])
 def test_integers_that_no_column_holds(value, tmp_path):
     rows = [{"sequence": "a", "gamma": gamma, "accepted": 0} for gamma in (value, 2)]
@@ -226,6 +262,10 @@ def test_chunks_of_a_stream_are_one_response(tmp_path):
         ("table", "log.parquet", "not readable as Parquet"),
         ("vllm", "log.bin", "can't be read"),
         ("vllm:compression=int3", "log.csv", "compression 'int3' is unknown"),
+        *(
+            (f"table:unit={unit}", "log.csv", f"unit is {shown}; it must be a number above 0")
+            for unit, shown in {"NaN": "nan", "Infinity": "inf", "0": "0", "-1": "-1", '"ms"': "'ms'"}.items()
+        ),
         ('table:gamma="k', "log.csv", "the value of gamma is not a number or JSON"),
     ],
 )

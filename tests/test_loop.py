@@ -349,7 +349,7 @@ def test_commands_refuse_what_a_log_cannot_give(explored, costs_file, tmp_path):
             "--out",
             out,
         ): "the log does not say of every step; import it again",
-        ("train", "best-fixed", "--from", str(tmp_path / "none"), "--out", out): "none: not a readable Parquet file",
+        ("train", "best-fixed", "--from", str(tmp_path / "none"), "--out", out): "none: no such file",
         ("train", "best-fixed", "--from", str(tmp_path / "bare.parquet"), "--out", out): "has no seconds",
         ("compare", "--traces", log, "--batch-size", "2"): "is ranked without --batch-size",
         ("compare", "--traces", str(tmp_path / "bare.parquet")): "holds no seconds; say with --costs",

@@ -276,9 +276,9 @@ def test_warping_is_that_of_transformers(settings, small_pair):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": 0}, "temperature is 0; it must be from 0.0001 (0 is Greedy())"),
-        ({"temperature": -1.0}, "temperature is -1.0; it must be from 0.0001 (0 is Greedy())"),
-        ({"temperature": math.nan}, "temperature is nan; it must be from 0.0001 (0 is Greedy())"),
+        ({"temperature": 0}, "temperature is 0; it must be from 0.0001 (0 is greedy decoding)"),
+        ({"temperature": -1.0}, "temperature is -1.0; it must be from 0.0001 (0 is greedy decoding)"),
+        ({"temperature": math.nan}, "temperature is nan; it must be from 0.0001 (0 is greedy decoding)"),
         ({"top_k": -1}, "top_k is -1; it must be a whole number from 0"),
         ({"top_k": 2.5}, "top_k is 2.5; it must be a whole number from 0"),
         ({"top_p": 0}, "top_p is 0; it must be above 0 and at most 1"),

@@ -98,6 +98,17 @@ def test_finished_recording_is_left_alone(recording, small_pair_paths, small_pro
     assert shards(recording) == before
 
 
+def test_a_merged_recording_goes_on(recording, small_pair_paths, small_prompts_file, tmp_path):
+    merged = TraceDataset.merge([TraceDataset(recording)], tmp_path / "merged").path
+    before = shards(merged)
+    assert run(*record_arguments(small_pair_paths, small_prompts_file, merged)).exit_code == 0
+    assert shards(merged) == before
+    more = tmp_path / "more.jsonl"
+    more.write_text(small_prompts_file.read_text() + json.dumps({"id": "new", "task": "x", "prompt": "def f(x):"}))
+    assert run(*record_arguments(small_pair_paths, more, merged)).exit_code == 0
+    assert len(shards(merged)) == 2 and set(TraceDataset(merged).load().ids) >= {"new"}
+
+
 def test_manifest_tells_where_it_came_from(recording):
     manifest = json.loads((recording / "manifest.json").read_text())
     assert manifest["settings"]["target"] == "tiny-target"

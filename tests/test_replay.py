@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from speckv.errors import SpecKVError
 from speckv.features import FEATURES
+from speckv.observations import BEFORE
+from speckv.plugins import make_policy
 from speckv.policy import Policy
 from speckv.replaying import measure_controller, replay
 from speckv.traces import Manifest, Rollouts
@@ -270,11 +272,27 @@ def test_controller_seconds_count():
     assert (before == 5.0).all()
 
 
-def test_costs_know_the_controller():
-    traces = make_rollouts(prompts=4)
-    known = replay(Constant(2), traces, make_costs(controller={"constant": (0.5, 0.1)}))
-    assert (known.controller_seconds == 0.5).all()
-    assert not replay(Constant(2), traces, make_costs(controller={"another": (0.5, 0.1)})).controller_seconds.any()
+def test_costs_know_the_controller_of_default_parameters():
+    """With others, a forest of more trees, it takes another time."""
+    traces, costs = make_rollouts(prompts=4), make_costs(controller={"fixed": (0.5, 0.1)})
+    assert (replay(make_policy("fixed"), traces, costs).controller_seconds == 0.5).all()
+    assert not replay(make_policy("fixed:gamma=2"), traces, costs).controller_seconds.any()
+    assert not replay(make_policy("none"), traces, costs).controller_seconds.any()
+
+
+def test_a_replay_can_be_written_to():
+    """And the recording stays as it is."""
+    traces = make_rollouts(prompts=2)
+    run = replay(Constant(2), traces, make_costs(), features=BEFORE)
+    replayed = {name: value for name, value in vars(run).items() if isinstance(value, np.ndarray)} | run.features
+    recorded = {name: value for name, value in vars(traces).items() if isinstance(value, np.ndarray)} | traces.signals
+    shared = [
+        (one, other)
+        for one, mine in replayed.items()
+        for other, theirs in recorded.items()
+        if np.shares_memory(mine, theirs)
+    ]
+    assert not shared and len(replayed) > 11 and "lengths" in recorded
 
 
 @pytest.mark.parametrize("policy", [Constant(2), Draw(), Keep(), Moody()], ids=lambda policy: policy.name)
@@ -335,6 +353,55 @@ class Answers(Policy):
 def test_an_answer_out_of_range_names_the_policy(policy, message):
     with pytest.raises(SpecKVError, match=message):
         replay(policy, make_rollouts(prompts=4), make_costs())
+
+
+class Remembers(Policy):
+    """Keeps how likely its draft is to stand in a state that starts as `first`, and sets it to what `change` makes."""
+
+    name = "remembers"
+    features = ("draft_top1",)
+
+    def __init__(self, first=1.0, change=lambda chance: chance):
+        super().__init__()
+        self.first, self.change = first, change
+
+    def new_state(self, rows):
+        return {"chance": np.full(rows, self.first)}
+
+    def draw_token(self, features, state):
+        state["chance"] = self.change(state["chance"] * features["draft_top1"])
+        return np.full(features.rows, True)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (Remembers(1), r"'chance', int64 of shape \(8,\), to float64 of shape \(8,\)"),
+        (Remembers(change=lambda chance: chance[:, None]), r"'chance', float64 of shape \(8,\), to float64 .*\(8, 1\)"),
+        (Remembers(change=lambda chance: chance[:1]), r"'chance', float64 of shape \(8,\), to float64 .*\(1,\)"),
+        (Remembers(change=lambda chance: 1.0), r"'chance', float64 of shape \(8,\), to float64 of shape \(\)"),
+        (Remembers(change=lambda chance: chance.astype(str)), r"'chance', float64 of shape \(8,\), to <U32"),
+    ],
+)
+def test_a_state_is_not_cast_behind_the_policys_back(policy, message):
+    with pytest.raises(SpecKVError, match=f"remembers.draw_token changed the state {message}"):
+        replay(policy, make_rollouts(prompts=4), make_costs())
+
+
+def test_a_state_that_is_new_inside_the_draft_is_named():
+    class Adds(Remembers):
+        def draw_token(self, features, state):
+            state["more"] = np.ones(features.rows)
+            return True
+
+    with pytest.raises(SpecKVError, match="changed the state 'more', which new_state did not make"):
+        replay(Adds(), make_rollouts(prompts=4), make_costs())
+
+
+def test_a_state_may_take_what_it_can_hold():
+    traces, costs = make_rollouts(prompts=4), make_costs()
+    one, other = (replay(Remembers(change=change), traces, costs) for change in (np.float64, np.float32))
+    np.testing.assert_allclose(one.seconds, other.seconds)
 
 
 def test_a_plain_number_answers_for_all():

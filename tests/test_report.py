@@ -315,6 +315,19 @@ class Coin(Policy):
         return 0.25 * features["draft_index"]  # 0.25, 0.5, 0.75
 
 
+class CountingCoin(Coin):
+    """Keeps a state, under a name that any policy might take."""
+
+    name = "counting-coin"
+
+    def new_state(self, rows):
+        return {"row": np.zeros(rows, dtype=np.int64)}
+
+    def observe(self, outcome, state):
+        state["row"] += 1
+        assert list(state) == ["row"]
+
+
 class RememberingCoin(Coin):
     name = "remembering-coin"
 
@@ -322,7 +335,7 @@ class RememberingCoin(Coin):
         return {"steps": np.zeros(1)}
 
 
-@pytest.mark.parametrize("policy", [Coin(), RememberingCoin()])
+@pytest.mark.parametrize("policy", [Coin(), CountingCoin(), RememberingCoin()])
 def test_chances_meet_what_became_of_their_tokens(policy):
     traces, costs = make_rollouts(prompts=9, budget=20), make_costs()
     found = play([policy], traces, [costs], 3, 0)

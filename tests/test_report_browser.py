@@ -132,6 +132,26 @@ def test_one_machine_has_no_other(page, data, report):
         report.write_text(whole, encoding="utf-8")
 
 
+def test_a_compression_of_a_single_prompt(page, data, report):
+    """It has no intervals and no p values, and is drawn without."""
+    alone = [compression == "nf4" for compression in data["cells"]["compression"]]
+    cells = data["cells"] | {
+        name: [None if n else value for n, value in zip(alone, data["cells"][name], strict=True)]
+        for name in ("gain_ci", "p")
+    }
+    whole = report.read_text(encoding="utf-8")
+    try:
+        report.write_text(render(data | {"cells": cells}), encoding="utf-8")
+        page.reload()
+        charts = page.locator("#gap-chart figure")
+        assert [charts.nth(n).locator("line.interval").count() for n in range(4)] == [1, 0, 1, 0]
+        assert "…" not in charts.nth(1).inner_text() and "…" in charts.nth(0).inner_text()
+        page.select_option("#compression", "nf4")
+        assert page.locator("#leaderboard-table line.interval").count() == 0 < len(names(page))
+    finally:
+        report.write_text(whole, encoding="utf-8")
+
+
 def test_the_explorer_shows_the_sequence_and_the_policies_that_were_chosen(page, data):
     for identifier in page.locator("#prompt option").evaluate_all("options => options.map(option => option.value)")[:3]:
         page.select_option("#prompt", identifier)

@@ -18,11 +18,11 @@ from speckv.errors import SpecKVError
 from speckv.features import FEATURES
 from speckv.replaying import replay
 from speckv.runtime import Bundle
-from speckv.runtime.models import Inputs, Network, Trees, logit, sigmoid
+from speckv.runtime.models import TRANSFORMS, Inputs, Network, Trees, logit, sigmoid
 from speckv.runtime.programs import Additive, Draft, Gate, Program, Score, Table, Threshold, Worth
 from speckv.testing.recordings import dense, make_sequences
 
-from .portable import EXACT, decode, fitted, recording
+from .portable import EXACT, FORMS, decode, fitted, recording
 
 
 def bundle_of(spec: str) -> Bundle:
@@ -131,15 +131,18 @@ DAMAGE = {
     "no program": (lambda value: value | {"program": None}, "is not a whole policy bundle"),
     "an unknown form": (lambda value: value | {"program": {"form": "eval"}}, "is not a whole policy bundle"),
     "an unknown feature": (
-        lambda value: _with(value, "inputs", {"form": "inputs", "features": ["mood"], "transforms": ["none"]}),
+        lambda value: _with(value, "features", "mood"),
         "'mood', which is no feature",
     ),
     "a transform that is none": (
-        lambda value: _with(value, "inputs", {"form": "inputs", "features": ["position"], "transforms": ["exp"]}),
+        lambda value: _with(value, "transforms", "exp"),
         "'exp'",
     ),
     "other compressions": (lambda value: value | {"compressions": ["bf16"]}, "it counts compressions as bf16"),
-    "a number that is none": (lambda value: _with(value, "activation", 7), "activation is 7"),
+    "a number that is none": (
+        lambda value: json.loads(json.dumps(value).replace('"activation": "relu"', '"activation": 7')),
+        "activation is 7",
+    ),
     "an array that is not there": (
         lambda value: json.loads(json.dumps(value).replace('"gamma.choices"', '"choices"')),
         "'choices'",
@@ -148,7 +151,8 @@ DAMAGE = {
 
 
 def _with(value, part, changed):
-    value["program"]["gamma"]["model"][part] = changed
+    """Of the first input."""
+    value["program"]["gamma"]["model"]["inputs"][part][0] = changed
     return value
 
 
@@ -171,6 +175,25 @@ def test_arrays_that_do_not_fit_are_found_when_it_is_loaded(tmp_path):
     save_file(arrays | {"gamma.model.weights.0": arrays["gamma.model.weights.0"][:-1]}, tmp_path / "bundle.safetensors")
     with pytest.raises(SpecKVError, match="is not a whole policy bundle"):
         runtime.load(tmp_path)
+
+
+@pytest.mark.parametrize("spec", FORMS)
+def test_an_array_that_lost_a_part_or_its_numbers_is_found_when_it_is_loaded(spec, tmp_path):
+    """Whichever array it is, along any of its axes: `zip` and `map` would stop at the shorter one."""
+    from safetensors.numpy import load_file, save_file
+
+    bundle_of(spec).save(tmp_path)
+    arrays = load_file(tmp_path / "bundle.safetensors")
+    for name, array in arrays.items():
+        damaged = [np.take(array, range(array.shape[axis] - 1), axis) for axis in range(array.ndim)]
+        if array.dtype.kind == "f":
+            damaged.append(np.where(np.arange(array.size).reshape(array.shape) == array.size - 1, np.nan, array))
+        for values in damaged:
+            save_file(arrays | {name: np.ascontiguousarray(values)}, tmp_path / "bundle.safetensors")
+            with pytest.raises(SpecKVError, match="is not a whole policy bundle"):
+                runtime.load(tmp_path)
+    save_file(arrays, tmp_path / "bundle.safetensors")
+    runtime.load(tmp_path)
 
 
 def test_a_tree_that_has_no_end_is_refused():
@@ -209,6 +232,15 @@ def test_what_a_host_forgets_to_tell_is_named():
     fixed.choose_gamma()
     assert fixed.draw_token() and fixed.keep_drafting(0.3)
     fixed.observe(1, 1)
+
+
+@pytest.mark.parametrize(("drafted", "accepted"), [(3, 5), (2, -1), (-1, -1)])
+def test_an_outcome_that_cannot_be_is_refused(drafted, accepted):
+    sequence = bundle_of("fixed").start()
+    before = dict(sequence.values)
+    with pytest.raises(SpecKVError, match=f"{accepted} of {drafted} drafted tokens can't have been accepted"):
+        sequence.observe(drafted, accepted)
+    assert sequence.values == before, "what was refused left no trace"
 
 
 def test_a_draft_that_was_not_told_whole_is_named():
@@ -257,13 +289,11 @@ def test_what_only_one_compression_would_show_is_found_when_it_is_loaded(gamma, 
         runtime.load(tmp_path)
 
 
-def test_what_only_a_long_draft_would_show_is_found_when_it_is_loaded(tmp_path):
+def test_tables_that_only_a_long_draft_would_leave_are_refused():
     half = Network(Inputs(("draft_top1",), ("none",)), (np.zeros((1, 1)),), (np.full(1, 0.5),))
     size = len(COMPRESSIONS)
-    short = Worth(half, half, np.ones(3), np.zeros((size, 3, 3)), np.zeros((size, 4)))
-    Bundle("by-hand", Program(Table(np.full(size, 3)), short)).save(tmp_path)
-    with pytest.raises(SpecKVError, match="index out of range"):
-        runtime.load(tmp_path)
+    with pytest.raises(ValueError, match="tables of a worth do not fit together"):
+        Worth(half, half, np.ones(3), np.zeros((size, 3, 3)), np.zeros((size, 4)))
 
 
 def test_a_sequence_of_an_unknown_compression_is_refused():
@@ -339,6 +369,12 @@ def test_transforms_by_hand():
     assert inputs.of(values) == pytest.approx([np.log(4), 0.5, 1.0, 0.0, 0.0, 1.0])
     assert logit(0) == pytest.approx(np.log(1e-4 / (1 - 1e-4))) and logit(1) == pytest.approx(-logit(0))
     assert sigmoid(0) == 0.5 and sigmoid(-1e9) < 1e-200 and sigmoid(1e9) == 1.0
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_rounding_below_the_range_of_a_signal_stops_no_host(transform):
+    inputs = Inputs(("draft_entropy",), (transform,))
+    assert np.isfinite(inputs.of({"draft_entropy": -1e-8})).all() and np.isfinite(inputs.of({"draft_entropy": 0})).all()
 
 
 def test_rules_by_hand():

@@ -66,11 +66,13 @@ def test_what_was_written_is_read(tmp_path_factory, rows, rows_per_file):
 @pytest.mark.parametrize(
     "wrong", [{"sequence": ""}, {"step": -1}, {"gamma": 1}, {"accepted": -1}, {"seconds": 0.0}, {"seconds": np.inf},
               {"propensity": 0.0}, {"propensity": 1.1}, {"compression": "nf3"}, {"gamma": 2.7}, {"step": 1.0},
-              {"seconds": "long"}, {"position": "high"}],
+              {"seconds": "long"}, {"position": "high"}, {"step": 2**63}, {"gamma": 2**70}, {"sequence": "x\ud800"},
+              {"task": "\ud800"}, {"\ud800": 1.0}, {"sequence": ["a"]}, {"task": 7}, {"seconds": np.ones(2)}],
 )  # fmt: skip
 def test_a_step_that_cannot_be(tmp_path, wrong):
+    """It is refused at once: in a file it would take the steps beside it along."""
     with StepLogWriter(tmp_path) as log:
-        with pytest.raises(SpecKVError, match=r"step -?[01](\.0)? of sequence .* can't be"):
+        with pytest.raises(SpecKVError, match=r"step -?\d+(\.0)? of sequence .* can't be"):
             log.write(**{"sequence": "a", "step": 1, "gamma": 2, "accepted": 2} | wrong)
         add(log, 3)
     assert len(StepLog.load(tmp_path)) == 3
@@ -172,22 +174,59 @@ def test_a_process_forks(tmp_path):
     assert len(set(runs)) == 2
 
 
+WORKERS = """
+import concurrent.futures, multiprocessing, sys
+from speckv.steplog_writer import StepLogWriter
+folder, method, owner = sys.argv[1:]
+shared = StepLogWriter(folder) if owner == "parent's" else None
+def add(name, log=None):
+    log = log or shared or StepLogWriter(folder)
+    for step in range(40):
+        log.write(sequence=name, step=step, gamma=4, accepted=1)
+if __name__ == "__main__":
+    context = multiprocessing.get_context(method)
+    add("parent", shared)
+    process = context.Process(target=add, args=("process",))
+    process.start()
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as executor:
+        list(executor.map(add, ["executor 1", "executor 2"]))
+    pool = context.Pool(2)
+    pool.map(add, ["pool 1", "pool 2"])
+    pool.close()
+    pool.join()
+    process.join()
+"""
+
+
+@pytest.mark.parametrize(("method", "owner"), [("fork", "parent's"), ("fork", "own"), ("spawn", "own")])
+def test_workers_that_end_by_themselves(tmp_path, method, owner):
+    """Processes of multiprocessing run no exit handlers. All rows are kept, and none twice."""
+    (tmp_path / "script.py").write_text(WORKERS)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "log"), method, owner]
+    subprocess.run(command, check=True, timeout=120)
+    log = StepLog.load(tmp_path / "log")
+    names = np.array([name.split("/")[1] for name in log.sequence.tolist()])
+    assert set(names) == {"parent", "process", "executor 1", "executor 2", "pool 1", "pool 2"}
+    assert all(sorted(log.step[names == name].tolist()) == list(range(40)) for name in set(names))
+
+
 def test_a_file_that_fails_takes_no_other_with_it(tmp_path):
-    """A name that is no text can't be saved. The steps of the other files are, and the thread goes on."""
+    """Its place is taken by a folder. The steps of the other files are saved, and the thread goes on."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with StepLogWriter(tmp_path, rows_per_file=10) as log:
             with log._saving:
-                add(log, 9)
-                add(log, 1, sequence="\udc80")
-                add(log, 20, first=9)
+                add(log, 30)
+                taken = tmp_path / f"{log.run}-000001.parquet"
+                taken.mkdir()
             for _ in range(200):
                 if caught:
                     break
                 time.sleep(0.05)
+            taken.rmdir()
             assert len(list(tmp_path.glob("*.parquet"))) == 2, "what is behind the file that failed"
-            add(log, 5, first=29)
-    assert StepLog.load(tmp_path).step.tolist() == list(range(9, 34))
+            add(log, 5, first=30)
+    assert StepLog.load(tmp_path).step.tolist() == list(range(10, 35))
     assert [w.category for w in caught] == [SpecKVWarning] and "steps were lost" in str(caught[0].message)
 
 

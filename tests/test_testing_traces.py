@@ -50,15 +50,15 @@ def without_an_end(sequences):
     return [changed(sequence, ended=sequence.ended and sequence is not short) for sequence in sequences]
 
 
-def with_a_needless_branch(sequences):
-    """One token of the draft's continuation moves from a wrong proposal to a right one."""
-    first = sequences[0]
-    right = first.draft_tokens == first.tokens
-    lengths = first.off_lengths.copy()
-    wrong, needless = np.flatnonzero(lengths > 1)[0], np.flatnonzero(right)[0]
-    lengths[wrong] -= 1
-    lengths[needless] += 1
-    return [changed(first, off_lengths=lengths), *sequences[1:]]
+def with_a_long_branch(sequences):
+    """One token of the draft's continuation moves to the end, where the budget has no room for it."""
+    whole = next(sequence for sequence in sequences if not sequence.ended)
+    proposals, lengths = whole.draft_tokens.copy(), whole.off_lengths.copy()
+    proposals[-1] = whole.tokens[-1] + 1
+    lengths[np.flatnonzero(lengths > 1)[0]] -= 1
+    lengths[-1] = 1
+    long = changed(whole, draft_tokens=proposals, off_lengths=lengths)
+    return [long if sequence is whole else sequence for sequence in sequences]
 
 
 def with_a_strange_column(sequences):
@@ -67,7 +67,7 @@ def with_a_strange_column(sequences):
 
 FOLDERS = {
     "can_be_read": (with_a_strange_column, "everything"),
-    "leaves_the_path_where_it_is_wrong": (with_a_needless_branch, set()),
+    "stays_within_a_draft": (with_a_long_branch, set()),
     "ends_where_it_says": (without_an_end, set()),
 }
 

@@ -52,6 +52,14 @@ def test_merge_is_exact_and_has_one_shard_a_compression(tmp_path):
         np.testing.assert_array_equal(getattr(merged.load().take(order), name), getattr(halves[0].load(), name))
 
 
+def test_a_merged_folder_can_be_added_to(tmp_path):
+    sequences = make_sequences(prompts=2)
+    merged = TraceDataset.merge([write_dataset(tmp_path / "a", sequences[:3])], tmp_path / "merged")
+    assert merged.keys() == by_key(sequences[:3]).keys()
+    merged.add(sequences[3])
+    assert merged.keys() == by_key(sequences).keys() and len(merged.load()) == 4
+
+
 def test_merge_refuses_other_settings(tmp_path):
     one, other = make_sequences(prompts=2, compressions=["bf16"])
     parts = [write_dataset(tmp_path / "a", [one]), write_dataset(tmp_path / "b", [other], draft="another")]
@@ -97,7 +105,7 @@ def test_leftovers_of_a_killed_writer_are_ignored(tmp_path):
     (dataset.path / ".bf16-0123.parquet.4711.partial").write_bytes(b"PAR1 half a file")
     assert len(list(TraceDataset(dataset.path))) == 3
     last = sequences[3]
-    assert dataset.has(sequences[0].id, sequences[0].compression) and not dataset.has(last.id, last.compression)
+    assert dataset.keys() == by_key(sequences[:3]).keys()
     dataset.add(last)
     assert len(dataset.load()) == 4
 

@@ -15,7 +15,7 @@ from speckv.plugins import make_policy
 from speckv.policy import Policy
 from speckv.replaying import replay
 from speckv.traces import TraceDataset
-from speckv.tuning import fastest_on_other_prompts, search, settle_rate
+from speckv.tuning import fastest_by_compression, fastest_on_other_prompts, search, settle_rate
 
 from .synthetic import make_costs, make_rollouts, make_sequences, write_dataset
 
@@ -84,6 +84,14 @@ def test_a_choice_is_made_on_prompts_that_were_not_learned_from(told_apart, cost
 def test_one_prompt_is_no_reason_to_choose(told_apart, costs):
     alone = told_apart.take(told_apart.ids == told_apart.ids[0])
     assert not fastest_on_other_prompts(lambda part: 1 / 0, alone, costs).any()
+
+
+def test_candidates_are_charged_alike_whatever_their_parameters(told_apart, costs):
+    dear = dataclasses.replace(costs, controller={"fixed": (5.0, 0.0)})
+    fixed = [make_policy("fixed:gamma=4"), make_policy("fixed:gamma=0")]  # of which the first is the default
+    assert not fastest_by_compression(fixed, told_apart, dear).any()
+    task_oracle = [replay(make_policy("task-oracle"), told_apart, model).gamma for model in (costs, dear)]
+    assert task_oracle[0].tolist() == task_oracle[1].tolist()
 
 
 class Napping(Policy):
@@ -173,6 +181,7 @@ def test_a_policy_without_fit_is_tuned_by_replay(dataset, tmp_path, spec):
     ("arguments", "message"),
     [
         (["hazard", "--grid", "regularisation"], "not of the form PARAMETER=VALUE"),
+        (["fixed", "--grid", "gamma=2", "--grid", "gamma=4"], "policy 'fixed' is given gamma twice"),
         (["hazard", "--grid", "strength=1;2"], "has no parameter 'strength'"),
         (["perfect-judge", "--grid", "cap=1;2"], "is a bound that knows the future"),
         (["explore", "--grid", "epsilon=0.1;0.2"], "draws lots for the sake of a log"),

@@ -11,7 +11,7 @@ from speckv.features import Features
 from speckv.plugins import make_policy
 from speckv.policy import Outcome, Policy
 from speckv.replaying import replay
-from speckv.saving import load_policy, save_policy
+from speckv.saving import load_policy, named_policy, save_policy
 
 from .synthetic import dense, make_costs, seconds_of, spelled
 from .zoo_by_hand import COSTS, TRACES, Rule, by_hand, played
@@ -298,3 +298,10 @@ def test_explore_refuses_what_it_could_not_give_a_chance():
 
 def test_a_policy_without_lots_is_certain():
     assert (replay(make_policy("heuristic"), TRACES, COSTS).propensity == 1).all()
+
+
+def test_a_name_means_the_same_whatever_lies_in_the_folder_at_hand(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_policy(make_policy("fixed:gamma=7"), tmp_path / "heuristic")
+    assert make_policy("explore").inner.name == named_policy("heuristic").name == "heuristic"
+    assert make_policy("explore:policy=./heuristic").inner.gamma == named_policy("./heuristic").gamma == 7

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any, Protocol
 
 import gymnasium
@@ -34,10 +35,34 @@ def space_of(layout: Layout, gamma_max: int, max_new_tokens: int) -> gymnasium.S
     return gymnasium.spaces.Box(np.zeros_like(high), high)
 
 
-def check_actions(actions: IntArray, count: int) -> None:
-    """Raise SpecKVError if an action is not below `count`, or below 0, which as an index would mean one."""
-    if (wrong := actions[(actions < 0) | (actions >= count)]).size:
+def check_started(started: bool) -> None:
+    """Raise Gymnasium's error if there was no reset yet."""
+    if not started:
+        raise gymnasium.error.ResetNeeded("there is no episode to step in; call reset() before the first step()")
+
+
+def as_actions(given: Any, shape: tuple[int, ...], count: int, at: IntArray | EllipsisType = ...) -> IntArray:
+    """Actions as integers, of this shape.
+
+    Args:
+        given: what the agent chose.
+        shape: () for a single environment, else (environments,).
+        count: how many actions there are.
+        at: of the environments whose actions count; all, if not told otherwise.
+
+    Raises:
+        SpecKVError: they are no integers, not of that shape, or one that counts is not from 0 to `count` - 1.
+    """
+    actions = np.asarray(given)
+    if actions.shape != shape:
+        wanted = f"{shape[0]} actions are needed, one for each environment," if shape else "one action is needed,"
+        raise SpecKVError(f"{wanted} and the shape of these is {actions.shape}")
+    if actions.dtype.kind not in "iu":
+        raise SpecKVError(f"actions are integers, and these are {actions.dtype}")
+    actions = np.atleast_1d(actions[at])
+    if (wrong := actions[(actions < 0) | (actions >= count)]).size:  # as an index, one below 0 would mean another
         raise SpecKVError(f"the action {wrong[0]} is not one from 0 to {count - 1}")
+    return actions.astype(np.int64)
 
 
 class Game(Protocol):
@@ -70,17 +95,19 @@ class GameEnv(gymnasium.Env[Observations, np.int64]):
         self.game = game
         self.observation_space, self.action_space = game.observation_space, game.action_space
         self.names, self.reward = game.names, game.reward
+        self._started = False
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observations, dict[str, Any]]:
         super().reset(seed=seed)
         started = self.game.start(np.arange(1), self.np_random, options or {})
+        self._started = True
         return self.game.observe()[0], _single(started)
 
     def step(self, action: np.int64) -> tuple[Observations, float, bool, bool, dict[str, Any]]:
-        actions = np.array([action])
-        check_actions(actions, int(self.game.action_space.n))
+        check_started(self._started)
+        actions = as_actions(action, (), int(self.game.action_space.n))
         played = self.game.play(np.arange(1), actions, self.np_random)
         ended = bool(played.terminated[0]), bool(played.truncated[0])
         return self.game.observe()[0], float(played.rewards[0]), *ended, _single(played.info)
@@ -115,6 +142,7 @@ class GameVectorEnv(VectorEnv[Observations, IntArray, npt.NDArray[Any]]):
         self.names, self.reward = game.names, game.reward
         self._same_step = mode is AutoresetMode.SAME_STEP
         self._waiting = np.zeros(self.num_envs, dtype=bool)
+        self._started = False
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -122,17 +150,17 @@ class GameVectorEnv(VectorEnv[Observations, IntArray, npt.NDArray[Any]]):
         super().reset(seed=seed)
         everywhere = np.ones(self.num_envs, dtype=bool)
         started = self.game.start(np.arange(self.num_envs), self.np_random, options or {})
-        self._waiting = ~everywhere
+        self._waiting, self._started = ~everywhere, True
         return self.game.observe(), self._masked(started, everywhere)
 
     def step(
         self, actions: IntArray
     ) -> tuple[Observations, npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any], dict[str, Any]]:
+        check_started(self._started)
         starting, playing = self._waiting, ~self._waiting
-        info = self._start(starting)
         at = np.flatnonzero(playing)
-        actions = np.asarray(actions)[at]
-        check_actions(actions, int(self.game.action_space.n))
+        actions = as_actions(actions, (self.num_envs,), int(self.game.action_space.n), at)
+        info = self._start(starting)
         played = self.game.play(at, actions, self.np_random)
         observations = self.game.observe()
         rewards, terminated, truncated = (

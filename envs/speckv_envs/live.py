@@ -16,7 +16,7 @@ from speckv.live.models import LanguageModel
 from speckv.live.sampling import Sampler
 from speckv.observations import BEFORE, Layout, Observations
 from speckv.policy import Policy, State
-from speckv_envs.games import check_actions, space_of
+from speckv_envs.games import as_actions, check_started, space_of
 from speckv_envs.recorded import as_gammas
 from speckv_envs.rewards import REWARDS, check_reward, rate_of
 
@@ -117,8 +117,9 @@ class ModelPairEnv(gymnasium.Env[Observations, np.int64]):
         return self._observe(), {"sequence": int(index)}
 
     def step(self, action: np.int64) -> tuple[Observations, float, bool, bool, dict[str, Any]]:
-        check_actions(np.array([action]), len(self.gammas))
-        self._told.gamma = int(self.gammas[action])
+        check_started(hasattr(self, "_decoding"))
+        (index,) = as_actions(action, (), len(self.gammas))
+        self._told.gamma = int(self.gammas[index])
         self._decoding.step()
         step = self._decoding.sequences[0].steps[-1]
         info: dict[str, Any] = {

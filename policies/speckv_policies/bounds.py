@@ -67,7 +67,7 @@ class TaskOracle(Clairvoyant):
 
     def foresee(self, traces: Rollouts, costs: CostModel) -> tuple[IntArray, IntArray]:
         seconds = np.stack(
-            [replay(Fixed(gamma), traces, costs).sequence_seconds for gamma in range(traces.gamma_max + 1)]
+            [replay(Fixed(gamma), traces, costs, (0.0, 0.0)).sequence_seconds for gamma in range(traces.gamma_max + 1)]
         )
         best = np.zeros(len(traces), dtype=np.int64)
         groups = np.char.add(np.char.add(traces.tasks, "\n"), traces.compressions)

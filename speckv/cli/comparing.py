@@ -1,12 +1,13 @@
 """`speckv compare`: the leaderboard."""
 
+import contextlib
 import os
 import pathlib
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from speckv.cli.common import make_console, must_be_new, showing_progress
+from speckv.cli.common import make_console, must_be_new, print_table, showing_progress
 from speckv.errors import SpecKVError
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ _IN_A_BATCH = (
     "--policy",
     "policy_specs",
     multiple=True,
-    help="NAME or NAME:PARAMETER=VALUE,…, may be repeated.  [default: all]  Baselines and bounds always join.",
+    help="NAME or NAME:PARAMETER=VALUE,…, or on a step log the folder of a saved one, may be repeated.  "
+    "[default: all]  Baselines and bounds always join.",
 )
 @click.option(
     "--batch-size",
@@ -57,7 +59,12 @@ _IN_A_BATCH = (
     show_default=True,
     help="What to hold out at once: prompts, in folds that mix the tasks, or all prompts of a task.",
 )
-@click.option("--against", default="best-fixed", show_default=True, help="The policy that gains are measured from.")
+@click.option(
+    "--against",
+    default="best-fixed",
+    show_default=True,
+    help="The policy that gains are measured from: one of --policy, or its label in the table.",
+)
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
 @click.option("--json", "json_path", type=click.Path(path_type=pathlib.Path, dir_okay=False), help="Write all cells.")
 @click.option("--plot", "plot_path", type=click.Path(path_type=pathlib.Path, dir_okay=False), help="PNG, SVG or PDF.")
@@ -90,8 +97,8 @@ def compare(
     from speckv.traces import TraceDataset
 
     if plot_path is not None:
-        must_be_new(plots.check_picture(plot_path))
-    must_be_new(json_path)
+        plots.check_picture(plot_path)
+    must_be_new(json_path, plot_path)
     if traces_path is not None and is_step_log(traces_path):
         return rank_on_log(traces_path, cost_names, policy_specs, seed, json_path)
     if traces_path is not None and traces_path.is_dir() and not (traces_path / "manifest.json").exists():
@@ -102,23 +109,25 @@ def compare(
     policies, left_out = _policies(policy_specs, traces.gamma_max, train)
     traces, seen = _unseen(traces, policies)
     models = [load_costs(name) for name in cost_names] or shipped_costs()
-    costs = [model.at_batch(size) for model in models for size in batch_sizes or model.batch_sizes[:1]]
-    if twice := [model.name for model in costs if [m.name for m in costs].count(model.name) > 1]:
-        raise SpecKVError(f"two of the cost models are called {twice[0]!r}; rename one")
-    console = make_console()
+    costs = [model.at_batch(size) for model in models for size in dict.fromkeys(batch_sizes or model.batch_sizes[:1])]
     with showing_progress("comparing") as progress:
         result = compare_policies(
             policies, traces, costs, folds, seed, os.cpu_count() or 1,
             progress=progress,
-            hold_out=hold_out, against=against,
+            hold_out=hold_out, against=against_label(against, policies),
         )  # fmt: skip
+    if json_path is not None:
+        write_json(json_path, result.to_json())
+    if plot_path is not None:
+        plots.save_figure(plots.leaderboard(result), plot_path)
+    console = make_console()
     for model in costs:
         compressions = sorted(set(traces.compressions.tolist()))
         for compression in compressions if len(compressions) == 1 else [*compressions, "all"]:
-            console.print(tables.leaderboard(result, model.name, compression))
+            print_table(console, tables.leaderboard(result, model.name, compression))
     console.print(tables.LEGEND, style="dim")
     if len(costs) > 1:
-        console.print(tables.what_if(result))
+        print_table(console, tables.what_if(result))
         console.print(tables.WHAT_IF, style="dim")
     for model in costs:
         console.print(
@@ -132,10 +141,6 @@ def compare(
         console.print(f"decision times measured in this run: {', '.join(timed)}", style="dim", highlight=False)
     for reason, names in left_out.items():
         console.print(f"left out: {', '.join(names)}: {reason}", style="dim", highlight=False)
-    if json_path is not None:
-        write_json(json_path, result.to_json())
-    if plot_path is not None:
-        plots.save_figure(plots.leaderboard(result), plot_path)
 
 
 def _policies(specs: tuple[str, ...], gamma_max: int, train: bool) -> tuple[list[Any], dict[str, list[str]]]:
@@ -156,6 +161,21 @@ def _policies(specs: tuple[str, ...], gamma_max: int, train: bool) -> tuple[list
     labels = {policy.label for policy in wanted}
     required = [make_policy("fixed:gamma=4" if name == "fixed-4" else name) for name in REQUIRED]
     return wanted + [policy for policy in required if policy.label not in labels], left_out
+
+
+def against_label(against: str, policies: list[Any]) -> str:
+    """The label of the policy to compare with, which users name by it or as any policy. Raises SpecKVError if it is
+    none of these policies."""
+    from speckv.plugins import make_policy
+
+    labels = [policy.label for policy in policies]
+    named = against
+    if against not in labels:
+        with contextlib.suppress(SpecKVError):  # it can't be made: neither is it there
+            named = make_policy(against).label
+    if named not in labels:
+        raise SpecKVError(f"there is no {against!r} in the comparison; choose one of {', '.join(labels)}")
+    return named
 
 
 def _unseen(traces: "Rollouts", policies: list[Any]) -> "tuple[Rollouts, str]":

@@ -4,7 +4,8 @@ import pathlib
 
 import click
 
-from speckv.cli.common import TRACES, make_console, must_be_new
+from speckv.cli.common import TRACES, make_console, must_be_new, print_table
+from speckv.errors import SpecKVError
 
 
 @click.group()
@@ -38,9 +39,13 @@ def costs_fit(path: pathlib.Path, name: str, source: str, stand_ins: tuple[str, 
     alias = {}
     for text in stand_ins:
         other, _, timed = text.partition("=")
+        if not (other and timed):
+            raise SpecKVError(f"--stand-in {text!r} is not of the form OTHER=TIMED")
         alias[check_compression(other)] = check_compression(timed)
+    if not name.strip():
+        raise SpecKVError("--name is empty; give the model a short name for tables")
     must_be_new(out)
-    if path.suffix == ".csv":
+    if path.suffix.lower() == ".csv":
         model = fit_costs(path, name, source, alias)
     else:
         model = fit_costs_to_log(StepLog.load(path), name, source, alias, where=path)
@@ -84,10 +89,11 @@ def costs_time_policies(paths: tuple[pathlib.Path, ...], traces_path: pathlib.Pa
         if not issubclass(entry.value, Clairvoyant):
             before, inside = measure_controller(entry.value().fit(data, models[0]), data, models[0])
             times[name] = (round(before, 7), round(inside, 7))
-            click.echo(f"{name}: {1e6 * before:.1f} µs before the step, {1e6 * inside:.1f} µs a drafted token")
     for path, model in zip(paths, models, strict=True):
         provenance = model.provenance | {"controller": {"source": "measured by speckv costs time-policies"} | machine()}
         dataclasses.replace(model, controller=times, provenance=provenance).save(path)
+    for name, (before, inside) in times.items():
+        click.echo(f"{name}: {1e6 * before:.1f} µs before the step, {1e6 * inside:.1f} µs a drafted token")
 
 
 @costs.command("show")
@@ -107,20 +113,23 @@ def costs_show(names: tuple[str, ...], plot_path: pathlib.Path | None) -> None:
 
     if plot_path is not None:
         must_be_new(plots.check_picture(plot_path))
-    console = make_console()
     models = [load_costs(name) for name in names] or shipped_costs()
     batches = [[model.at_batch(size) for size in model.batch_sizes] for model in models]
+    if plot_path is not None:
+        plots.save_figure(plots.cost_staircases([sized for of_sizes in batches for sized in of_sizes]), plot_path)
+    console = make_console()
     tokens = (1, 2, 3, 4, 5, 7, 9, 13, 17)
     for model, of_sizes in zip(models, batches, strict=True):
         for sized in of_sizes:
-            table = Table("forward", "context", *(str(n) for n in tokens), title=f"{sized.name}: ms by tokens")
+            table = Table("forward", title=f"{sized.name}: ms by tokens")
+            for heading in ("context", *map(str, tokens)):
+                table.add_column(heading, justify="right")
             for name, timings in {"draft": sized.draft, **{f"verify {c}": t for c, t in sized.verify.items()}}.items():
                 for context in timings.contexts.tolist():
                     at = str(context) if len(timings.contexts) > 1 else "any"
                     table.add_row(name, at, *(f"{1000 * timings.at(n, context):.1f}" for n in tokens))
-            console.print(table)
+            print_table(console, table)
         for key, value in model.provenance.items():
             console.print(f"{key}: {value}", style="dim", highlight=False)
     if plot_path is not None:
-        plots.save_figure(plots.cost_staircases([sized for of_sizes in batches for sized in of_sizes]), plot_path)
         click.echo(f"{plot_path}: written")

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from speckv.cli.common import COSTS, FOLDER, TRACES, must_be_new, must_be_writable
+from speckv.cli.common import COSTS, FOLDER, TRACES, must_be_new, must_be_text, must_be_writable
 from speckv.errors import SpecKVError
 
 
@@ -90,12 +90,18 @@ def decode(
     if draft_compression and not draft:
         raise SpecKVError("--draft-compression is of a draft model; give one with --draft, or leave it out")
     must_be_new(save_policy_to)
-    if log_folder:
-        must_be_writable(log_folder)
+    must_be_writable(save_policy_to, log_folder)
     if drafter_spec:
         drafter_factory(drafter_spec.partition(":")[0])  # an unknown one is refused before models are loaded
-    text = _standard_input() if prompt == "-" else prompt
+    text = _standard_input() if prompt == "-" else must_be_text(prompt, "--prompt")
+    for ending in stop:
+        must_be_text(ending, "--stop")
     policy, costs = _playable_policy(policy_spec, compression, traces_path, costs_name)
+    if isinstance(policy.required_gamma, int) and policy.required_gamma > gamma_max:
+        raise SpecKVError(
+            f"policy {policy.label!r} plays gamma {policy.required_gamma}, above the --gamma-max of {gamma_max}; raise "
+            "that, or choose another --policy"
+        )
 
     from speckv.live.decoder import SpeculativeDecoder
     from speckv.live.drafting import Drafter, PromptLookup
@@ -131,11 +137,11 @@ def decode(
             click.secho(piece.text, fg="green" if piece.drafted else None, nl=False)
     click.echo()
     speculative = stream.decoded
-    click.secho(_summary(speculative, policy.label), dim=True)
     if save_policy_to:
         save_policy(policy, save_policy_to)
     for log in logs:
         log.close()
+    click.secho(_summary(speculative, policy.label), dim=True)
     if no_speculation:
         alone = plain.generate(text, max_new_tokens, **options)
         seconds, alone_seconds = (run.prefill_seconds + run.seconds for run in (speculative, alone))
@@ -149,9 +155,9 @@ def decode(
 
 def _standard_input() -> str:
     try:
-        return sys.stdin.read()
+        return must_be_text(sys.stdin.read(), "standard input")
     except UnicodeDecodeError as error:
-        raise SpecKVError(f"standard input is not text ({error}); send UTF-8") from None
+        raise SpecKVError(f"standard input is not text ({error}); give UTF-8") from None
 
 
 def _playable_policy(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from speckv.cli.common import AGREE, TRACES, make_console, must_be_new
+from speckv.cli.common import AGREE, TRACES, make_console, must_be_new, print_table
 from speckv.errors import SpecKVError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     "--costs", "costs_name", help="Cost model: a file or a name.  [default: the log's own seconds, if it has them]"
 )
 @TRACES
-@click.option("--gamma-max", type=click.IntRange(1), help="No step drafts more.  [default: the most in the log]")
+@click.option("--gamma-max", type=click.IntRange(1, 128), help="No step drafts more.  [default: the most in the log]")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
 @click.option("--json", "json_path", type=click.Path(path_type=pathlib.Path, dir_okay=False), help="Write all numbers.")
 def evaluate(
@@ -68,14 +68,14 @@ def evaluate(
             found += evaluate_policy(policy, log, costs, gamma_max, seed)
     for warning in caught:
         click.echo(f"speckv: {warning.message}", err=True)
+    if json_path is not None:
+        write_json(json_path, {"log": log.provenance, "evaluations": [evaluation.to_json() for evaluation in found]})
     console = make_console()
     for stored in dict.fromkeys(evaluation.compression for evaluation in found):
-        console.print(_table([evaluation for evaluation in found if evaluation.compression == stored]))
+        print_table(console, _table([evaluation for evaluation in found if evaluation.compression == stored]))
     console.print(
         f"intervals: 95 %, bootstrap by sequence; {AGREE}; ESS: what the weighted steps are worth", style="dim"
     )
-    if json_path is not None:
-        write_json(json_path, {"log": log.provenance, "evaluations": [evaluation.to_json() for evaluation in found]})
 
 
 def _table(found: "list[Evaluation]") -> Any:
@@ -86,9 +86,10 @@ def _table(found: "list[Evaluation]") -> Any:
         f"{first.compression} · costs of {first.costs} · {first.steps} steps of {first.sequences} sequences, "
         f"{first.logged:.3g} tokens/s as logged"
     )
-    table = Table("policy", "estimator", title=title, title_justify="left", title_style="bold")
+    table = Table("policy", title=title, title_justify="left", title_style="bold")
+    table.add_column("estimator", no_wrap=True)
     for name in ("tok/s", "95 % interval", "tok/step", "95 % interval", "agree", "ESS"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     for evaluation in found:
         for number, estimate in enumerate(evaluation.estimates):
             head = number == 0

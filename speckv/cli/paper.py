@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from speckv.cli.common import FOLDER, TRACES, make_console, must_be_new
+from speckv.cli.common import FOLDER, TRACES, make_console, must_be_new, must_be_writable, print_table
 
 
 @click.group()
@@ -42,9 +42,8 @@ def reproduce(
     from speckv.shipped import shipped_costs, shipped_traces
     from speckv.traces import TraceDataset
 
-    must_be_new(json_path)
-    must_be_new(json_path)
-    must_be_new(report_path)
+    must_be_new(json_path, report_path)
+    must_be_writable(docs_path)
     published = PaperData.read(folder)
     traces = (shipped_traces() if traces_path is None else TraceDataset(traces_path)).load()
     errors = Console(stderr=True)
@@ -56,12 +55,12 @@ def reproduce(
             jobs=os.cpu_count() or 1,
             progress=lambda stage: status.update(stage) if sys.stderr.isatty() else None,
         )
-    console = make_console()
-    for table in make_tables(result).values():
-        console.print(table.to_rich())
     if json_path is not None:
         write_json(json_path, result)
     if report_path is not None:
         webpage.write_page(result, report_path)
     if docs_path is not None:
         page.write(result, docs_path)
+    console = make_console()
+    for table in make_tables(result).values():
+        print_table(console, table.to_rich())

@@ -4,7 +4,7 @@ import warnings
 
 import click
 
-from speckv.cli.common import make_console
+from speckv.cli.common import make_console, print_table
 
 
 @click.command()
@@ -40,6 +40,6 @@ def plugins(as_json: bool) -> None:
     table = Table("plugin", "kind", "names")
     for (origin, kind), of_kind in sorted(names.items(), key=lambda item: item[0][0]):
         table.add_row(origin, kind, ", ".join(of_kind))
-    make_console().print(table)
+    print_table(make_console(), table)
     for row in skipped:
         click.echo(f"skipped: {row['origin']}: {row['reason']}")

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from speckv.cli.common import FOLDER, make_console
+from speckv.cli.common import FOLDER, make_console, print_table
 
 
 @click.command()
@@ -49,7 +49,7 @@ def policies(as_json: bool) -> None:
             about = Text("\n").join([Text(row["summary"]), Text(row["source"], style="dim")])
             learns = ["yes" if row[key] else "" for key in ("trainable", "online", "tuned")]
             table.add_row(row["name"], row["family"], row["kind"], *learns, about)
-        make_console().print(table)
+        print_table(make_console(), table)
 
 
 @click.command("new-policy")

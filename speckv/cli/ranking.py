@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from speckv.cli.common import AGREE, make_console
+from speckv.cli.common import AGREE, make_console, print_table
 from speckv.errors import SpecKVError
 
 if TYPE_CHECKING:
@@ -54,25 +54,10 @@ def rank_on_log(
     seen = set[str]().union(*(seen_in(policy, log) for policy in wanted))
     untold = [spec for spec, policy in zip(policy_specs, wanted, strict=False) if is_untold(policy)]
     models: list[CostModel | None] = [load_costs(name) for name in cost_names]
-    console, rankings = make_console(), []
+    rankings = []
     for costs in models or [None]:
         ranked, left_out = rank(policies, log, costs, seed, os.cpu_count() or 1, seen)
-        for ranking in ranked:
-            console.print(_table(ranking))
         rankings += [(ranking, left_out) for ranking in ranked]
-    console.print(
-        f"tok/s: estimated by {RANKED_BY}, with its 95 % interval by sequence; {AGREE}; "
-        "warn: how many reasons to doubt speckv evaluate would print",
-        style="dim",
-    )
-    for reason, names in left_out.items():
-        console.print(f"left out: {', '.join(names)}: {reason}", style="dim", highlight=False)
-    if untold:
-        console.print(
-            f"{', '.join(untold)}: does not say what it was fitted to; if to this log, it looks better than it is",
-            style="dim",
-            highlight=False,
-        )
     if json_path is not None:
         found = [
             {
@@ -86,6 +71,22 @@ def rank_on_log(
             for ranking, reasons in rankings
         ]
         write_json(json_path, {"log": log.provenance, "rankings": found})
+    console = make_console()
+    for ranking, _ in rankings:
+        print_table(console, _table(ranking))
+    console.print(
+        f"tok/s: estimated by {RANKED_BY}, with its 95 % interval by sequence; {AGREE}; "
+        "warn: how many reasons to doubt speckv evaluate would print",
+        style="dim",
+    )
+    for reason, names in left_out.items():
+        console.print(f"left out: {', '.join(names)}: {reason}", style="dim", highlight=False)
+    if untold:
+        console.print(
+            f"{', '.join(untold)}: does not say what it was fitted to; if to this log, it looks better than it is",
+            style="dim",
+            highlight=False,
+        )
 
 
 def _table(ranking: "Ranking") -> Any:
@@ -100,7 +101,7 @@ def _table(ranking: "Ranking") -> Any:
     )
     table = Table("policy", title=title, title_justify="left", title_style="bold")
     for name in ("tok/s", "95 % interval", "against logged", "tok/step", "agree", "warn"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     for evaluation in ranking.evaluations:
         estimate = evaluation.of(RANKED_BY)
         interval = "not known" if estimate.interval is None else "{:.3g} … {:.3g}".format(*estimate.interval)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from speckv.cli.common import COSTS, TRACES, make_console, must_serve, showing_progress
+from speckv.cli.common import COSTS, TRACES, make_console, must_serve, print_table, showing_progress
 from speckv.errors import SpecKVError
 
 if TYPE_CHECKING:
@@ -132,14 +132,14 @@ def _show(console: "Console", result: "Recommendation") -> None:
     table = Table(
         title=f"{result.decoder} · costs of {about['costs']}{of_batch}", title_justify="left", title_style="bold"
     )
-    table.add_column("target", no_wrap=True)
+    table.add_column("target")
     for name in ("tok/s", "95 %", "over plain", "over default"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     if about["policies"]:
-        table.add_column("policy on top", no_wrap=True)
+        table.add_column("policy on top")
     for name in ("gain", "95 %", "p") if about["policies"] else ():
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("judge", justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
+    table.add_column("judge", justify="right")
     for row in result.rows:
         low, high = row.throughput_ci
         on_top = [row.policy or "", _percent(row.on_top), _interval(row.on_top), _p(row.on_top)]
@@ -147,7 +147,7 @@ def _show(console: "Console", result: "Recommendation") -> None:
             row.compression, _speed(row.throughput), f"{_speed(low)} … {_speed(high)}", _percent(row.over_plain),
             _percent(row.over_default), *(on_top if about["policies"] else []), _speed(row.judge),
         )  # fmt: skip
-    console.print(table)
+    print_table(console, table)
     for row in result.rows:
         if row.paste is not None:
             console.print(f"{row.compression}: {row.paste}", highlight=False, soft_wrap=True, markup=False)

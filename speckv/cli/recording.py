@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from speckv.cli.common import FOLDER, must_be_new
+from speckv.cli.common import FOLDER, must_be_new, showing_progress
 from speckv.errors import SpecKVError
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def record(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     ) as progress:
-        done = sum(dataset.has(prompt.id, compression) for prompt in prompts)
+        done = len({(prompt.id, compression) for prompt in prompts} & dataset.keys())
         bar = progress.add_task("", total=len(prompts), completed=done, compression=compression)
         for _ in record_prompts(pair, prompts, dataset, batch_size=batch_size):
             progress.advance(bar)
@@ -258,15 +258,6 @@ def profile(
         check_compression(compression)
     prompts = load_prompts(prompts_path or PROMPTS)[:held_out]
 
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
     from speckv.live.models import ModelPair, model_name
     from speckv.live.profiler import profile as measure
 
@@ -282,17 +273,11 @@ def profile(
         "draft_compute": draft_compute,
         "device": device,
     }
-    with Progress(
-        TextColumn("profiling {task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    ) as progress:
-        bars = {compression: progress.add_task(compression, total=None) for compression in compressions}
+    wanted = list(dict.fromkeys(compressions))
+    with showing_progress("profiling") as progress:
         costs = measure(
             load,
-            list(bars),
+            wanted,
             prompts,
             name=name or out.stem,
             gamma_max=gamma_max,
@@ -302,7 +287,7 @@ def profile(
             repeats=repeats,
             max_new_tokens=max_new_tokens,
             provenance=provenance,
-            progress=lambda compression, done, total: progress.update(bars[compression], completed=done, total=total),
+            progress=lambda at, done, total: progress(wanted.index(at) * total + done, len(wanted) * total),
         )
     costs.save(out)
     of_sizes = {str(batch_sizes[0]): costs.provenance["held_out"]} | costs.provenance.get("held_out_batches", {})
@@ -313,4 +298,4 @@ def profile(
                 f"{name}: {check['steps']} held-out steps, median error {check['median_relative_error']:.1%}, "
                 f"predicted / measured {check['total_ratio']:.3f}"
             )
-    click.echo(f"{out}: {', '.join(bars)}")
+    click.echo(f"{out}: {', '.join(wanted)}")

@@ -21,7 +21,7 @@ def _evidence_options(command: Any) -> Any:
             "policy_specs",
             multiple=True,
             help="NAME or NAME:PARAMETER=VALUE,… to replay step by step, may be repeated.  "
-            "[default: the fastest and gamma 4]  The best fixed gamma and the bounds always join.",
+            "[default: the four fastest and gamma 4]  The best fixed gamma and the bounds always join.",
         ),
         click.option(
             "--costs",

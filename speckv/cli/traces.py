@@ -4,7 +4,7 @@ import pathlib
 
 import click
 
-from speckv.cli.common import COSTS, FOLDER, TRACES, make_console, must_be_new
+from speckv.cli.common import COSTS, FOLDER, TRACES, make_console, must_be_new, print_table
 
 
 @click.group()
@@ -24,8 +24,10 @@ def traces_show(path: pathlib.Path | None) -> None:
 
     dataset = shipped_traces() if path is None else TraceDataset(path)
     data = dataset.load()
-    table = Table("compression", "task", "sequences", "tokens", "draft right", "mean run of right tokens",
-                  title=f"{dataset.path}: gamma up to {data.gamma_max}, {dataset.manifest.settings}")  # fmt: skip
+    title = f"{dataset.path}: gamma up to {data.gamma_max}, {dataset.manifest.settings}"
+    table = Table("compression", "task", title=title)
+    for heading in ("sequences", "tokens", "draft right", "mean run of\nright tokens"):
+        table.add_column(heading, justify="right")
     inside = np.arange(data.tokens.shape[1]) < data.lengths[:, None]
     right = (data.tokens == data.draft_tokens) & inside
     for compression in np.unique(data.compressions):
@@ -35,7 +37,7 @@ def traces_show(path: pathlib.Path | None) -> None:
                 table.add_row(str(compression), str(task), str(mask.sum()), str(data.lengths[mask].sum()),
                               f"{100 * right[mask].sum() / inside[mask].sum():.1f} %",
                               f"{data.run[mask][:, :-1][inside[mask]].mean():.2f}")  # fmt: skip
-    make_console().print(table)
+    print_table(make_console(), table)
 
 
 @traces.command("texts")
@@ -43,9 +45,13 @@ def traces_show(path: pathlib.Path | None) -> None:
 @click.option("--tokenizer", required=True, help="Of the recorded models: a folder or a name on the hub.")
 def traces_texts(path: pathlib.Path, tokenizer: str) -> None:
     """Keep in a trace folder what its token ids mean, so that reports can show texts; `speckv record` does so."""
+    from speckv import vocabulary
+    from speckv.errors import SpecKVError
     from speckv.traces import TraceDataset
 
     dataset = TraceDataset(path)
+    if (known := path / vocabulary.FILE).exists():
+        raise SpecKVError(f"{known}: exists already; move it away if it is of another tokenizer")
 
     from speckv.live.models import load_tokenizer
     from speckv.live.vocabulary import keep_texts
@@ -60,6 +66,7 @@ def traces_merge(sources: tuple[pathlib.Path, ...], out: pathlib.Path) -> None:
     """Write the sequences of one or several trace folders to a new one, with one file a compression."""
     from speckv.traces import TraceDataset
 
+    must_be_new(out)
     TraceDataset.merge([TraceDataset(source) for source in sources], out)
     click.echo(f"{out}: written")
 

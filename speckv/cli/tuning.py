@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from speckv.cli.common import COSTS, TRACES, make_console, must_be_new, must_serve
+from speckv.cli.common import COSTS, TRACES, make_console, must_be_new, must_serve, print_table
 from speckv.errors import SpecKVError
 
 if TYPE_CHECKING:
@@ -76,17 +76,10 @@ def tune(
     speeds = search([*candidates.values()], learned, costs, folds, seed, os.cpu_count() or 1)
     tried = dict(zip(candidates, speeds.tolist(), strict=True))
     ranked = sorted(tried, key=lambda spec: -tried[spec])
-    table = Table("policy", "tokens/s on training prompts")
-    for spec in ranked:
-        table.add_row(spec, f"{tried[spec]:.4g}")
-    make_console().print(table)
     best, reached = candidates[ranked[0]], {}
     for spec, policy in {ranked[0]: best, policy_spec: given, "best-fixed": make_policy("best-fixed")}.items():
         with naming(policy):
             reached[spec] = play(policy.fit(learned, costs, seed), held_out, costs).throughput
-    mine, *others = reached
-    gains = [f"{reached[mine] / reached[other] - 1:+.1%} against {other}" for other in others]
-    click.echo(f"{mine}: {', '.join(gains)} on held-out prompts")
     if out is not None:
         about = {
             "command": shlex.join(["speckv", *sys.argv[1:]]),
@@ -98,6 +91,15 @@ def tune(
             "prompts": sorted(set(learned.ids.tolist())),
         }
         write_preset(out, best, about)
+    table = Table("policy")
+    table.add_column("tokens/s on\ntraining prompts", justify="right")
+    for spec in ranked:
+        table.add_row(spec, f"{tried[spec]:.4g}")
+    print_table(make_console(), table)
+    mine, *others = reached
+    gains = [f"{reached[mine] / reached[other] - 1:+.1%} against {other}" for other in others]
+    click.echo(f"{mine}: {', '.join(gains)} on held-out prompts")
+    if out is not None:
         click.echo(f"{out}: written; play it as {best.name}@{out}")
 
 

@@ -17,7 +17,7 @@ from speckv.evaluation.situations import Situations, batch_sizes, by_batch_size,
 from speckv.evaluation.survival import HazardModel
 from speckv.features import BoolArray, Features, FloatArray, IntArray
 from speckv.policy import Policy, State
-from speckv.replaying import Replay, replay
+from speckv.replaying import Replay, known_controller, replay
 from speckv.steplogs import StepLog
 from speckv.traces import DRAFT_SIGNALS, TARGET_SIGNALS, Manifest, Rollouts
 
@@ -131,7 +131,7 @@ class Paths:
 
     def _replay(self, policy: Policy, paths: Rollouts, costs: CostModel) -> Replay:
         """The steps of all sequences, each under the costs of its batch."""
-        sequence, controller = self.situations.sequence, costs.controller.get(policy.name, (0.0, 0.0))
+        sequence, controller = self.situations.sequence, known_controller(policy, costs) or (0.0, 0.0)
         sizes = np.rint(np.bincount(sequence, batch_sizes(self.log, costs)) / np.bincount(sequence)).astype(np.int64)
         wanted = None if can_replay(policy) else self._wanted_since()
         runs, tokens = [], np.zeros(len(sizes), dtype=np.int64)

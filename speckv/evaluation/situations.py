@@ -14,6 +14,7 @@ from speckv.errors import SpecKVError, SpecKVWarning
 from speckv.evaluation.recording import CHOSEN
 from speckv.features import FEATURES, BoolArray, Features, FeatureTracker, FloatArray, IntArray
 from speckv.policy import Clairvoyant, Outcome, Policy, as_integers, check_playable, select_rows
+from speckv.replaying import known_controller
 from speckv.steplogs import StepLog
 
 #: Features that follow from the outcomes of the earlier steps.
@@ -148,7 +149,7 @@ def make_situations(
     known = _known_features(log, costs)
     _check_known(policy, known, len(log))
     seconds, catching_up = _step_seconds(log, known, costs, max(gamma_max, int(log.gamma.max()), 1))
-    seconds = seconds + costs.controller.get(policy.name, (0.0, 0.0))[0]
+    seconds = seconds + (known_controller(policy, costs) or (0.0, 0.0))[0]
     whole = (log.accepted == log.gamma) & (log.gamma > 0)
     played = seconds[np.arange(len(log)), log.gamma] + catching_up * whole
     if measured and log.seconds is not None:

@@ -19,7 +19,7 @@ from speckv.features import FEATURES, Features, FloatArray, IntArray, signal_of
 from speckv.files import write_atomically
 from speckv.policy import Outcome, Policy, State
 from speckv.runtime import Bundle
-from speckv.runtime.models import Inputs, Model, Network
+from speckv.runtime.models import TINY, Inputs, Model, Network
 from speckv.runtime.programs import LONGEST, Additive, Choice, GammaRule, Program, Score, StopRule, Table
 from speckv.runtime.programs import Threshold as ThresholdRule
 
@@ -224,11 +224,17 @@ class _Code:
 
 _ACTIVATIONS = {"relu": "speckv_max(sum, 0)", "tanh": "tanh(sum)"}
 _OUTPUTS = {"linear": "sum", "logistic": "speckv_sigmoid(sum)", "unit": "speckv_min(speckv_max(sum, 0), 1)"}
-_TRANSFORMS = {"none": "{}", "log": "log({})", "log1p": "log1p({})", "logit": "speckv_logit({})", "sqrt": "sqrt({})"}
+_TRANSFORMS = {
+    "none": "{}",
+    "log": f"log(speckv_max({TINY!r}, {{}}))",
+    "log1p": "log1p({})",
+    "logit": "speckv_logit({})",
+    "sqrt": "sqrt(speckv_max(0, {}))",
+}
 
 
 def _inputs(inputs: Inputs, cast: str = "") -> str:
-    forms = [f"{{}} == {how[1:]}" if how.startswith("=") else _TRANSFORMS[how] for how in inputs.transforms]
+    forms = [f"{{}} == {how[1:]} ? 1.0 : 0.0" if how.startswith("=") else _TRANSFORMS[how] for how in inputs.transforms]
     parts = [form.format(f"s->{name}") for form, name in zip(forms, inputs.features, strict=True)]
     return ", ".join(f"{cast}({part})" if cast else part for part in parts)
 

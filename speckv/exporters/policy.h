@@ -21,6 +21,7 @@
 #define SPECKV_POLICY_H
 
 #include <math.h>
+#include <string.h>
 
 @FACTS@
 
@@ -51,8 +52,7 @@ static inline double speckv_sigmoid(double x)
 /* Begin a sequence: tokens of its prompt, the target's compression, and seconds of a draft forward to a target's. */
 static inline void speckv_start(speckv_sequence *s, int context_length, int compression, double cost_ratio)
 {
-    const speckv_sequence fresh = {0};
-    *s = fresh;
+    memset(s, 0, sizeof *s);
     s->context_length = context_length;
     s->compression = compression;
     s->cost_ratio = cost_ratio;
@@ -97,10 +97,11 @@ static inline int speckv_keep_drafting(speckv_sequence *s, double probability)
     return s->draft_index < SPECKV_LONGEST && speckv_keep_rule(s);
 }
 
-/* Take in what came of a step. */
-static inline void speckv_observe(speckv_sequence *s, int drafted, int accepted, double target_entropy,
-                                  double target_margin)
+/* Take in what came of a step: 1, or 0 if so many of so many tokens can't have been accepted. That is not taken in. */
+static inline int speckv_observe(speckv_sequence *s, int drafted, int accepted, double target_entropy,
+                                 double target_margin)
 {
+    if (accepted < 0 || accepted > drafted) return 0;
     s->position += accepted + 1;
     s->context_length += accepted + 1;
     s->is_first = 0;
@@ -125,6 +126,7 @@ static inline void speckv_observe(speckv_sequence *s, int drafted, int accepted,
         s->last_mean_top1 = top1 / drafted;
         s->last_min_top1 = lowest;
     }
+    return 1;
 }
 
 #endif

@@ -1,7 +1,9 @@
 """Step logs from any table with one row a step."""
 
+import math
 import pathlib
 from collections import Counter
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,8 @@ class TableImporter(Importer):
         self.signals, self.unit = signals, unit
 
     def read(self, path: pathlib.Path) -> Imported:
+        if not (isinstance(self.unit, int | float) and 0 < self.unit < math.inf):
+            raise SpecKVError(f"unit is {self.unit!r}; it must be a number above 0, such as 0.001 for milliseconds")
         if path.suffix not in _READERS:
             raise SpecKVError(f"{path}: its ending must say what it is: {', '.join(_READERS)}")
         numbered = list(_READERS[path.suffix](path))
@@ -122,9 +126,10 @@ def _read_cell(name: str, column: str, record: dict[str, Any]) -> Any:
             raise ValueError
         if kind is float:
             return np.nan if value is None or value == "" else float(value)
-        if (number := float(value)) != int(number) or abs(number) >= INTEGER_LIMIT:  # type: ignore[arg-type]
+        number = Decimal(value)  # type: ignore[arg-type]  # a float would hold none above 2^53 exactly
+        if not -INTEGER_LIMIT < number < INTEGER_LIMIT or number != int(number):
             raise ValueError
         return int(number)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, ArithmeticError):
         must = "a number" if kind is float else "a whole number of at most 64 bits"
         raise ValueError(f"{column} is {value!r}; it must be {must}") from None

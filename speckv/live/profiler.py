@@ -83,7 +83,7 @@ def profile(
 
     Raises:
         SpecKVError: contexts, batch sizes or tokens do not increase from 1 or more, there is no compression or no
-            prompt, or a model cannot be loaded.
+            prompt, a model cannot be loaded, or it has fewer positions than a context needs.
     """
     if not compressions or len(prompts) < 2:
         raise SpecKVError("a profile needs a compression, and two prompts: one for the overhead, one to be held out")
@@ -114,6 +114,7 @@ def profile(
     others: dict[tuple[str, int], _Steps] = {}
     for compression in compressions:
         pair = load(compression)
+        _check_room(pair, contexts[-1], max(counts["draft"][-1], counts["verify"][-1]))
         done = 0
         progress(compression, done, total)
         verify_seconds: dict[_Forward, list[float]] = {}
@@ -154,6 +155,17 @@ def profile(
     if held_out:
         whole["held_out_batches"] = {str(size): check for size, check in held_out.items()}
     return replace(models[0], provenance=whole, batches={model.batch_size: model for model in models[1:]})
+
+
+def _check_room(pair: ModelPair, context: int, tokens: int) -> None:
+    """Refuse what a model would take for an index out of range."""
+    for model in pair:
+        most = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
+        if most and context + tokens > most:
+            raise SpecKVError(
+                f"{context} tokens in the cache and {tokens} in the forward are more than the {most} positions of "
+                f"{model.name}; profile shorter contexts"
+            )
 
 
 def _texts(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:

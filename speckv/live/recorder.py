@@ -37,7 +37,8 @@ def record(
         SpecKVError: a prompt of the same name but another text stands in the dataset, or a prompt is empty.
     """
     manifest = dataset.manifest
-    left = [prompt for prompt in prompts if not dataset.has(prompt.id, pair.target.compression)]
+    recorded = dataset.keys()
+    left = [prompt for prompt in prompts if (prompt.id, pair.target.compression) not in recorded]
     others: dict[str, list[Rollout]] = {}
     for rollout in dataset:
         others.setdefault(rollout.id, []).append(rollout)

@@ -50,7 +50,7 @@ class Sampler(ABC):
         draft: DraftMode = "sampled",
     ) -> None:
         for name, value, fits, wanted in (
-            ("temperature", temperature, 1e-4 <= temperature < math.inf, "from 0.0001 (0 is Greedy())"),
+            ("temperature", temperature, 1e-4 <= temperature < math.inf, "from 0.0001 (0 is greedy decoding)"),
             ("top_k", top_k, isinstance(top_k, int) and top_k >= 0, "a whole number from 0"),
             ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
             ("min_p", min_p, 0 <= min_p <= 1, "from 0 to 1"),

@@ -11,10 +11,12 @@ from speckv.comparison import HoldOut, folds_of, naming
 from speckv.costs import CostModel
 from speckv.features import BoolArray, Features, FloatArray, IntArray
 from speckv.policy import Outcome, Policy, State
-from speckv.replaying import Replay, replay
+from speckv.replaying import Replay, known_controller, replay
 from speckv.traces import Rollouts
 
 BINS = 10
+#: Of a policy's state that stays hidden from it.
+_ROW = "speckv.report/row"
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def play(
             with naming(policy):
                 fitted = copy.deepcopy(policy).forget().fit(train, model, seed)
                 watched = _Watched(fitted) if policy.overrides("acceptance") else None
-                replays[key] = replay(watched or fitted, test, model)
+                replays[key] = replay(watched or fitted, test, model, known_controller(fitted, model))
             if watched and watched.log:
                 reliability[key] = watched.reliability(test)
     inside = np.arange(test.tokens.shape[1]) < test.lengths[:, None]
@@ -115,23 +117,30 @@ class _Watched(Policy):
     def new_state(self, rows: int) -> State:
         row = self._started + np.arange(rows)  # sequences of an online policy start one at a time
         self._started += rows
-        return {"row": row} | self.policy.new_state(rows)
+        return self.policy.new_state(rows) | {_ROW: row}
 
     def choose_gamma(self, features: Features, state: State) -> npt.ArrayLike:
-        return self.policy.choose_gamma(features, state)
+        return self._ask("choose_gamma", features, state)
 
     def draw_token(self, features: Features, state: State) -> npt.ArrayLike:
         chances = np.broadcast_to(self.policy.acceptance(features), features.rows)
-        drawn = np.broadcast_to(self.policy.draw_token(features, state), features.rows)
-        log = (state["row"], features["position"], features["draft_index"], chances)
+        drawn = np.broadcast_to(self._ask("draw_token", features, state), features.rows)
+        log = (state[_ROW], features["position"], features["draft_index"], chances)
         self.log.append(tuple(column[drawn] for column in log))
         return drawn
 
     def keep_drafting(self, features: Features, state: State) -> npt.ArrayLike:
-        return self.policy.keep_drafting(features, state)
+        return self._ask("keep_drafting", features, state)
 
     def observe(self, outcome: Outcome, state: State) -> None:
-        self.policy.observe(outcome, state)
+        self._ask("observe", outcome, state)
+
+    def _ask(self, method: str, told: Features | Outcome, state: State) -> npt.ArrayLike:
+        """What the policy answers, which sees and changes its own part of the state."""
+        own = {name: array for name, array in state.items() if name != _ROW}
+        answer: npt.ArrayLike = getattr(self.policy, method)(told, own)
+        state.update(own)
+        return answer
 
     def reliability(self, traces: Rollouts) -> Reliability:
         """Of the tokens that were drawn behind right ones: of the others nobody asks what they would have been."""

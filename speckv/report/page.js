@@ -107,7 +107,7 @@
       .filter(([, share]) => share !== null && share > 0).map(([bound, share]) => `${percent(share, 0)} to the ${bound}`);
     const caption = element("figcaption", {}, `${row.stored} · ${row.costs}: `,
       element("span", { class: row.best.gain > 0 ? "up" : "down" }, `${row.best.policy} ${signed(row.best.gain)}`),
-      element("br"), element("small", {}, `${interval(row.best.gain_ci)} %; ${rate(row.best.throughput)} against ${rate(row.base.throughput)} tokens/s`
+      element("br"), element("small", {}, (row.best.gain_ci ? `${interval(row.best.gain_ci)} %; ` : "") + `${rate(row.best.throughput)} against ${rate(row.base.throughput)} tokens/s`
         + (closed.length ? `; of the way, ${closed.join(", ")}` : "")));
     const figure = element("figure", {}, caption);
     const chart = byId("gap-chart"), width = Math.max(200, chart.clientWidth), height = last ? 44 : 24;
@@ -123,9 +123,9 @@
     const plain = Math.max(row.none.gain, low);
     picture.append(mark(row.none.gain < low ? "left" : "cross", x(plain), 12, 5, { class: "grey", title: `no speculation ${signed(row.none.gain)}` }));
     if (row.none.gain < low) picture.append(svg("text", { x: x(plain) + 10, y: 16, class: "muted small" }, signed(row.none.gain, 0)));
-    const ends = row.best.gain_ci.map((end) => x(Math.max(low, end)));
-    picture.append(svg("line", { x1: ends[0], x2: ends[1], y1: 12, y2: 12, class: "interval s0" }),
-      mark("diamond", x(row.judge.gain), 12, 5, { class: "s2", hollow: true, title: `perfect judge ${signed(row.judge.gain)}` }),
+    const ends = row.best.gain_ci?.map((end) => x(Math.max(low, end))); // of a single prompt there is no interval
+    if (ends) picture.append(svg("line", { x1: ends[0], x2: ends[1], y1: 12, y2: 12, class: "interval s0" }));
+    picture.append(mark("diamond", x(row.judge.gain), 12, 5, { class: "s2", hollow: true, title: `perfect judge ${signed(row.judge.gain)}` }),
       mark("diamond", x(row.oracle.gain), 12, 5, { class: "s2", title: `oracle ${signed(row.oracle.gain)}` }),
       mark("circle", x(Math.max(low, row.best.gain)), 12, 5.5, { class: "s0", title: `${row.best.policy} ${signed(row.best.gain)}` }));
     figure.append(picture);

@@ -108,8 +108,8 @@ def tasks(comparison: Comparison) -> "Figure":
                 color, marker = _SERIES[number % len(_SERIES)]
                 axis.plot([], [], marker, color=color, markersize=4, label=compression)
                 for y, policy in enumerate(order):
-                    cell = of[cost, task, compression, policy]
-                    _gain(axis, y + 0.25 - 0.25 * number, cell.gain, cell.gain_ci, color, marker)
+                    if (cell := of.get((cost, task, compression, policy))) is not None:
+                        _gain(axis, y + 0.25 - 0.25 * number, cell.gain, cell.gain_ci, color, marker)
             _policy_axis(axis, order)
             axis.set_title(f"{task} · {cost}", fontsize=8)
     axes[0][0].legend(fontsize=7, loc="lower right")

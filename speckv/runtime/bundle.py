@@ -24,7 +24,7 @@ _FORMS = {
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Bundle:
     """A portable policy. It never changes: any number of threads may share one, for any number of sequences.
 
@@ -171,7 +171,10 @@ def _decode(value: Any, arrays: Arrays) -> Any:
         return tuple(_decode(part, arrays) for part in value)
     if isinstance(value, dict):
         if "array" in value:
-            return arrays[value["array"]]
+            array = arrays[value["array"]]
+            if np.isnan(array).any():
+                raise ValueError(f"{value['array']} holds what is no number")
+            return array
         form = _FORMS[value["form"]]
         parts = {name: _decode(value[name], arrays) for name in value if name != "form"}
         for item in fields(form):

@@ -3,7 +3,9 @@
 Of a few numbers Python's own arithmetic is faster than NumPy's, whose calls take about half a microsecond each.
 """
 
+import itertools
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,13 +29,15 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-min(max(x, -500.0), 500.0)))
 
 
-#: What may be done to a feature before a model sees it.
+#: The smallest positive number of full precision, which stands for 0 in logs.
+TINY = sys.float_info.min
+#: What may be done to a feature before a model sees it. A feature that was rounded below its range counts as its bound.
 TRANSFORMS: dict[str, Callable[[float], float]] = {
     "none": float,
-    "log": math.log,
+    "log": lambda x: math.log(TINY if x < TINY else x),
     "log1p": math.log1p,
     "logit": logit,
-    "sqrt": math.sqrt,
+    "sqrt": lambda x: math.sqrt(0.0 if x < 0 else x),
 }
 #: What may be done to what a model says: nothing, turn log odds into a chance, or keep it from 0 to 1.
 OUTPUTS: dict[str, Callable[[float], float]] = {
@@ -70,7 +74,7 @@ def _indicator(code: float) -> Callable[[float], float]:
     return lambda value: 1.0 if value == code else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Network:
     """Layers of weights and biases with `activation` between them.
 
@@ -86,6 +90,11 @@ class Network:
     biases: tuple[Array, ...]
     activation: str = "relu"
     output: str = "linear"
+
+    def __post_init__(self) -> None:
+        sizes = [len(self.inputs.features), *map(len, self.biases)]
+        if [weight.shape for weight in self.weights] != list(itertools.pairwise(sizes)):
+            raise ValueError("a network has layers that do not fit together")
 
     @property
     def outputs(self) -> int:
@@ -115,7 +124,7 @@ class Network:
         return [finish(y) for y in vector.tolist()]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trees:
     """Binary decision trees whose leaves are added up. Inputs are compared in single precision, as they were grown.
 
@@ -141,9 +150,19 @@ class Trees:
 
     def __post_init__(self) -> None:
         nodes = np.arange(len(self.feature))
+        if {len(part) for part in (self.threshold, self.left, self.right, self.value)} != {len(nodes)}:
+            raise ValueError("trees have arrays of unequal lengths")
+        if self.start.shape != self.value.shape[1:]:
+            raise ValueError("trees have a start that does not fit their leaves")
         for child in (self.left, self.right):
             if not ((child == nodes) | ((child > nodes) & (child < len(nodes)))).all():
                 raise ValueError("a tree has a node that is not below its parent")
+        if not ((self.feature >= 0) & (self.feature < len(self.inputs.features))).all():
+            raise ValueError("a tree looks at an input that is not there")
+        inner = self.left != nodes
+        reached = np.bincount(np.concatenate([self.root, self.left[inner], self.right[inner]]), minlength=len(nodes))
+        if len(reached) > len(nodes) or (reached[inner | self.value.any(axis=1)] != 1).any():
+            raise ValueError("a tree has a node that is not reached, or twice")
 
     @property
     def outputs(self) -> int:

@@ -27,7 +27,7 @@ class Draft:
     goes_on: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Table:
     """The same gamma in every step.
 
@@ -75,7 +75,7 @@ class Additive:
         return min(moved, self.largest)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Choice:
     """The gamma with the highest value, scale * what a model says of it + offset; the first of equals.
 
@@ -90,6 +90,10 @@ class Choice:
     model: Model
     scale: Array
     offset: Array
+
+    def __post_init__(self) -> None:
+        if not len(self.choices) == len(self.scale) == self.model.outputs == self.offset.shape[1]:
+            raise ValueError("a choice has arrays of unequal lengths")
 
     @cached_property
     def features(self) -> tuple[str, ...]:
@@ -114,7 +118,7 @@ class Choice:
         return self._choices[worth.index(max(worth))]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Gate:
     """Drafts up to `cap` tokens if a model says more than a threshold, else none.
 
@@ -144,7 +148,7 @@ class Gate:
         return self.cap if self.model.of(values)[0] > self._threshold[int(values["compression"])] else 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Threshold:
     """Goes on while one signal of the draft is on the right side of a threshold.
 
@@ -183,7 +187,7 @@ class Threshold:
         return not self.drawn or self._goes_on(values)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Score:
     """Goes on while what a model says of a token is above a threshold.
 
@@ -226,7 +230,7 @@ class Score:
         return not self.drawn or self._goes_on(values, draft)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Worth:
     """Drafts while the next tokens are worth their time, G of them at most.
 
@@ -249,6 +253,11 @@ class Worth:
     place: Array
 
     drawn = False
+
+    def __post_init__(self) -> None:
+        most = len(self.gain)
+        if self.price.shape[1:] != (most + 1, most) or self.place.shape != self.price.shape[:2]:
+            raise ValueError("the tables of a worth do not fit together")
 
     @cached_property
     def features(self) -> tuple[str, ...]:

@@ -114,9 +114,11 @@ class Sequence:
                 by policies that read them.
 
         Raises:
-            SpecKVError: one of them is missing, or `draw_token` was not told of all tokens by a host whose policy reads
-                signals of the last draft. Nothing was taken in then.
+            SpecKVError: no such outcome can be, one of the numbers is missing, or `draw_token` was not told of all
+                tokens by a host whose policy reads signals of the last draft. Nothing was taken in then.
         """
+        if not 0 <= accepted <= drafted:
+            raise SpecKVError(f"{accepted} of {drafted} drafted tokens can't have been accepted; tell 0 to all of them")
         if self._last and self._index < drafted:
             raise SpecKVError(
                 f"{drafted} tokens were drafted and draw_token was told of {self._index}; it has to be told of each"
