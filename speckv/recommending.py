@@ -116,8 +116,8 @@ def recommend(
         progress: called with how many policies have been played, and how many there are.
 
     Raises:
-        SpecKVError: fewer prompts than folds, the decoder has no host or its host can't hold a policy, a policy fails,
-            or the costs lack a compression or the batch size.
+        SpecKVError: fewer prompts than folds, a compression of a single prompt, the decoder has no host or its host
+            can't hold a policy, a policy fails, or the costs lack a compression or the batch size.
     """
     host = host_of(exporter)
     for policy in policies:
@@ -126,6 +126,9 @@ def recommend(
         fit, reason = host.verdict(policy)
         if fit != "exactly":
             raise SpecKVError(f"policy {policy.label!r} can't be played by {host.decoder}: {reason}; leave it out")
+    for stored in np.unique(traces.compressions).tolist():
+        if len(np.unique(traces.ids[traces.compressions == stored])) < 2:
+            raise SpecKVError(f"the recording holds one prompt at {stored}, which says nothing of others; record more")
     costs = costs.at_batch(batch_size)
     fold_of = folds_of(traces, folds, seed)
     candidates = exporter.candidates(traces.gamma_max)

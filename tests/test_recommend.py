@@ -124,6 +124,15 @@ def test_expectations_are_not_the_best_of_many_on_the_same_prompts(costs):
     assert min(luck) > -1e-9 and max(luck) > 0.005
 
 
+def test_a_single_prompt_says_nothing_of_others():
+    traces = make_rollouts(prompts=6, gamma_max=8, budget=30, seed=2)
+    first, *others = np.unique(traces.compressions).tolist()
+    kept = np.isin(traces.compressions, others)
+    kept[np.flatnonzero(traces.compressions == first)[0]] = True
+    with pytest.raises(SpecKVError, match=f"holds one prompt at {first}"):
+        recommend(Tuned(), traces.take(kept), make_costs())
+
+
 def test_a_batch_is_as_many_times_as_fast():
     traces, costs = make_rollouts(prompts=6, gamma_max=8, budget=30, seed=2), of_batches(1, 4)
     costs = dataclasses.replace(costs, controller=FREE)
