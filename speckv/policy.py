@@ -304,9 +304,24 @@ def ask(policy: Policy, method: str, features: Features, state: State, rows: Int
     """
     part = select_rows(state, rows)
     answer = as_booleans(getattr(policy, method)(features, part), len(rows), f"{policy.name}.{method}")
+    put_rows(state, part, rows, f"{policy.name}.{method}")
+    return answer
+
+
+def select_rows(state: State, keep: npt.NDArray[Any]) -> State:
+    """The state of some sequences: those at `keep`, indices or a mask."""
+    return {name: array[keep] for name, array in state.items()}
+
+
+def put_rows(state: State, part: State, rows: npt.NDArray[Any], who: str) -> None:
+    """Put the state of the sequences at `rows`, as `who` left it, back into that of all.
+
+    Raises:
+        SpecKVError: it was set to what its array can't hold.
+    """
     for name, array in part.items():
         if name not in state:
-            raise SpecKVError(f"{policy.name}.{method} changed the state {name!r}, which new_state did not make")
+            raise SpecKVError(f"{who} changed the state {name!r}, which new_state did not make")
         whole, changed = state[name], np.asarray(array)
         shape = (len(rows), *whole.shape[1:])
         # What NumPy refuses in place, such as floats to integers, would be cast without a word below.
@@ -314,13 +329,7 @@ def ask(policy: Policy, method: str, features: Features, state: State, rows: Int
             changed.dtype is whole.dtype or np.can_cast(changed.dtype, whole.dtype, "same_kind")
         ):
             raise SpecKVError(
-                f"{policy.name}.{method} changed the state {name!r}, {whole.dtype} of shape {shape}, to "
-                f"{changed.dtype} of shape {changed.shape}; make it in new_state as it will be"
+                f"{who} changed the state {name!r}, {whole.dtype} of shape {shape}, to {changed.dtype} of shape "
+                f"{changed.shape}; make it in new_state as it will be"
             )
         whole[rows] = changed
-    return answer
-
-
-def select_rows(state: State, keep: npt.NDArray[Any]) -> State:
-    """The state of some sequences: those at `keep`, indices or a mask."""
-    return {name: array[keep] for name, array in state.items()}

@@ -194,6 +194,31 @@ def test_an_off_switch_that_never_switches_is_the_policy_inside(inside, tmp_path
         assert played(wrapper) == expected
 
 
+def test_a_state_of_the_policy_inside_is_not_cast(monkeypatch):
+    """Where only some of the sequences' steps were its own, what it has learned is put back row by row."""
+
+    class Counts(Policy):
+        name = "counts"
+
+        def new_state(self, rows):
+            return {"share": np.ones(rows, dtype=np.int64)}
+
+        def choose_gamma(self, features, state):
+            return 4
+
+        def observe(self, outcome, state):
+            state["share"] = outcome.accepted / 4
+
+    monkeypatch.setattr("speckv_policies.meta.named_policy", lambda spec: Counts())
+    policy = make_policy("off-switch:patience=1,probe_every=3,probe=1").fit(TRACES, COSTS)
+    policy.fitted["off-switch.plain_seconds"][BF16] = 1.0
+    state = policy.new_state(2)
+    state["off-switch.pause"] = np.array([0, 2])
+    state["off-switch.plain"] = np.zeros(2)
+    with pytest.raises(SpecKVError, match=r"counts.observe changed the state 'share', int64 .* to float64"):
+        policy.observe(Outcome(np.array([4, 0]), np.array([3, 0]), np.ones(2)), state)
+
+
 def test_hysteresis_over_a_policy_without_a_gamma_is_refused(monkeypatch):
     class StopOnly(Policy):
         name = "stop-only"

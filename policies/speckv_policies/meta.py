@@ -11,7 +11,7 @@ from speckv import CostModel, Features, Memory, Outcome, Policy, Rollouts, State
 from speckv.compression import COMPRESSIONS
 from speckv.errors import SpecKVError
 from speckv.features import BoolArray, FloatArray, IntArray
-from speckv.policy import select_rows
+from speckv.policy import put_rows, select_rows
 from speckv.saving import named_policy
 from speckv.steplogs import StepLog
 from speckv.tuning import forward_seconds, step_seconds, usual_context, usual_costs
@@ -424,5 +424,4 @@ class OffSwitch(_Wrapper):
         elif len(rows):
             part = select_rows(state, rows)
             self.inner.observe(Outcome(outcome.drafted[rows], outcome.accepted[rows], outcome.seconds[rows]), part)
-            for name, array in part.items():
-                state[name][rows] = array
+            put_rows(state, part, rows, f"{self.inner.name}.observe")
