@@ -1,6 +1,5 @@
 """Constant numbers of tokens: none, one that the user chose, and the best."""
 
-from numbers import Integral
 from typing import Self
 
 import numpy as np
@@ -39,7 +38,7 @@ class Fixed(Policy):
 
     def __init__(self, gamma: int = 4) -> None:
         super().__init__()
-        if not isinstance(gamma, Integral) or isinstance(gamma, bool) or gamma < 0:
+        if not isinstance(gamma, int | np.integer) or isinstance(gamma, bool) or gamma < 0:
             raise ValueError(f"gamma is {gamma}; it must be a whole number from 0")
         self.gamma = gamma
 
