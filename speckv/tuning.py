@@ -11,15 +11,12 @@ from speckv.compression import COMPRESSIONS
 from speckv.costs import CostModel
 from speckv.errors import SpecKVError
 from speckv.evaluation.ranking import throughput_by_compression
-from speckv.evaluation.situations import batch_sizes
+from speckv.evaluation.situations import USUAL_CONTEXT, batch_sizes
 from speckv.features import BoolArray, FloatArray, IntArray
 from speckv.policy import Policy
 from speckv.replaying import Replay, known_controller, measure_controller, replay
 from speckv.steplogs import StepLog
 from speckv.traces import Rollouts
-
-#: Tokens in front of a step of a log that does not say it.
-_CONTEXT = 256
 
 
 def fastest_by_compression(candidates: Sequence[Policy], traces: Rollouts, costs: CostModel) -> IntArray:
@@ -189,7 +186,7 @@ def usual_context(log: StepLog) -> int:
     """The median context of a log's steps, tokens, where it says any."""
     context = log.signals.get("context_length", np.zeros(0))
     known = context[~np.isnan(context)]
-    return int(np.median(known)) if len(known) else _CONTEXT
+    return int(np.median(known)) if len(known) else USUAL_CONTEXT
 
 
 def usual_costs(log: StepLog, costs: CostModel) -> CostModel:

@@ -20,7 +20,7 @@ from speckv.steplogs import StepLog
 #: Features that follow from the outcomes of the earlier steps.
 DERIVED = ("position", "is_first", "last_gamma", "last_accepted", "running_acceptance")
 #: Tokens in front of a step whose context was not logged: where the cost models' ratio is taken, too.
-_CONTEXT = 256
+USUAL_CONTEXT = 256
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,8 @@ def _step_seconds(
     log: StepLog, known: dict[str, FloatArray], costs: CostModel, most: int
 ) -> tuple[FloatArray, FloatArray]:
     """`seconds` (n, most + 1) and `catching_up` (n,) of `Situations`, the policy's own time left out."""
-    lengths = known.get("context_length", np.full(len(log), float(_CONTEXT)))
-    context = np.where(np.isnan(lengths), _CONTEXT, lengths).astype(np.int64)
+    lengths = known.get("context_length", np.full(len(log), float(USUAL_CONTEXT)))
+    context = np.where(np.isnan(lengths), USUAL_CONTEXT, lengths).astype(np.int64)
     seconds, catching_up, drafts = np.zeros((len(log), most + 1)), np.zeros(len(log)), np.arange(most + 1)
     for rows, model in by_batch_size(batch_sizes(log, costs), costs):
         behind = context[rows]
